@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import sources
+from ptxlab import sources, toolchain
 from ptxlab.errors import FileError
 from ptxlab.lowbit.kernels import gemm
 from ptxlab.lowbit.kernels.attention import steps as attention_steps
@@ -88,10 +88,33 @@ def test_the_guide_names_every_kernel_and_constant(family: str) -> None:
         assert {source.name, *names} <= named, source.label
 
 
+HEADERS = sorted(path.name for path in (sources.cuda_dir() / "include").glob("*.cuh"))
+
+
+def including(*headers: str) -> Source:
+    """Return a source that includes nothing but these headers, and defines no macro."""
+    lines = [*(f'#include "{header}"' for header in headers), 'extern "C" __global__ void empty() {}', ""]
+    return Source("empty", str(sources.cuda_dir() / "gemm" / "empty.cu"), "cu", "\n".join(lines))
+
+
+def test_headers_expect_no_macros_of_who_includes_them() -> None:
+    """They get along with each other, too."""
+    assert toolchain.build(including(*HEADERS), "sm_90a").data
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_header_includes_what_it_uses(header: str) -> None:
+    assert toolchain.build(including(header), "sm_90a").data
+
+
 KERNEL_LINES = 80  # of a body
 BY_ROLES = [
     *sorted((sources.cuda_dir() / "attention").glob("*.cu")),
-    sources.cuda_dir() / "gemm" / "gemm_w4a8_sm90.cu",  # the other GEMMs are still to be divided
+    *(
+        sources.cuda_dir() / "gemm" / f"gemm_{name}_sm90.cu"
+        for name in ("w4a8", "w4a8_grouped", "w4a8_small", "w4ax", "w8a8")
+    ),
 ]
 
 

@@ -13,9 +13,12 @@
 // Measured   4096 tokens of 32 heads on an H200, beside the speed of a copy: kv4, rotated 26.2 us, 0.78; kv4 22.1 us,
 //            0.90; kv8, rotated 29.0 us, 0.84; kv4 channel, rotated 33.0 us, 0.61; kv8 channel, rotated 34.5 us, 0.70.
 // PTX ISA    9.7.3 max.NaN, div.rn, rcp; 9.7.4 max.NaN.f16x2; 9.7.9 shfl.sync; 9.7.9.1 cache operators.
-#ifndef D
-#define D 128    // of a head: 64, 128, 256
-#define PAGE 64  // tokens: 16, 32, 64
+#include "griddep.cuh"
+#include "kv_rows.cuh"
+
+#ifndef HEAD_DIM
+#define HEAD_DIM 128  // 64, 128, 256
+#define PAGE 64       // tokens: 16, 32, 64
 #define BITS 4
 #define CHANNEL 0
 #define BF16 0
@@ -27,13 +30,16 @@
 #define ROTATED 0  // 1: the cache's keys are rotated by a Hadamard matrix, behind RoPE
 #endif
 
-#include "griddep.cuh"
-#include "kv_rows.cuh"
+namespace {
 
-using namespace ptxlab;
+using Rows = ptxlab::KvRows<HEAD_DIM, PAGE, BITS, CHANNEL, BF16, INDEX, ROPE, ROWS, ROTATED>;
+using Half = Rows::Half;
+using Index = Rows::Index;
+
+}  // namespace
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.
-extern "C" __global__ void __launch_bounds__(256, BLOCKS) append_kv4(
+extern "C" __global__ void __launch_bounds__(256, Rows::kBlocks) append_kv4(
     const Half* k,           // f16 or bf16 [tokens, heads, D], k_pitch elements from one token to the next
     const Half* v,           // as k, v_pitch elements
     unsigned char* pool,     // u8  [pages, 2, heads, PAGE_BYTES]: K, then V
@@ -46,47 +52,46 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) append_kv4(
     const float* v_scale, const float* v_zero, int tokens, int heads,
     int turns,  // positions in the tables
     int k_pitch, int v_pitch) {
-    launch_dependents();
-    wait_for_predecessors();
-    const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, tile = blockIdx.x / 2;
+    ptxlab::launch_dependents();
+    ptxlab::wait_for_predecessors();
+    const Rows::RowLanes lanes;
+    const int tile = blockIdx.x / 2, lane = lanes.lane;
     const bool is_v = blockIdx.x % 2;
-    const int token = tile * ROWS + (CHANNEL ? 0 : group % ROWS);
-    const int head = blockIdx.y * (blockDim.x / LANES) + (CHANNEL ? group : group / ROWS * ROWS);
+    const int token = lanes.first_token(tile), head = lanes.first_head();
     const bool turned = ROPE && !is_v;
-    Index slot[TOKENS], position[TOKENS];
+    Index slot[Rows::kTokens], position[Rows::kTokens];
 #pragma unroll
-    for (int i = 0; i < TOKENS; ++i) {
+    for (int i = 0; i < Rows::kTokens; ++i) {
         const int t = token + i;
         position[i] = turned && positions && t < tokens ? positions[t] : t;
         slot[i] = t < tokens ? slots[t] : -1;
     }
-    Stored x[ROWS];
+    Rows::StoredValues x[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-        const int t = min(token + i % TOKENS, tokens - 1), h = min(head + i / TOKENS, heads - 1);
-        const Half* row = is_v ? v + size_t(t) * (v_pitch / PAIRS) : k + size_t(t) * (k_pitch / PAIRS);
-        const Half* head_row = row + size_t(h) * (2 * LANES) + lane;
-        x[i].halves[0] = read(head_row), x[i].halves[1] = read(head_row + LANES);
+        const int t = min(token + i % Rows::kTokens, tokens - 1), h = min(head + i / Rows::kTokens, heads - 1);
+        const Half* row = is_v ? v + size_t(t) * (v_pitch / Rows::kPairs) : k + size_t(t) * (k_pitch / Rows::kPairs);
+        x[i].load_from(row + size_t(h) * (2 * Rows::kLanes) + lane);
     }
-    Channels channels;
-    const size_t of_head = size_t(min(head, heads - 1)) * D;
+    Rows::Channels channels;
+    const size_t of_head = size_t(min(head, heads - 1)) * HEAD_DIM;
     if (CHANNEL) channels.read((is_v ? v_scale : k_scale) + of_head, (is_v ? v_zero : k_zero) + of_head, lane);
-    Rotation rotation[TOKENS];
+    Rows::Rotation rotation[Rows::kTokens];
     if (turned) {
 #pragma unroll
-        for (int i = 0; i < TOKENS; ++i) {
+        for (int i = 0; i < Rows::kTokens; ++i) {
             rotation[i].read(cos, sin, min(size_t(position[i]), size_t(turns - 1)), lane);
         }
     }
-    Places places;
+    Rows::Places places;
     places.of_rows(pool, slot, is_v, head, heads);
     places.of_constants(slot[0], head, heads, lane);
     if (turned || (ROTATED && !is_v)) {
-        Rotated y[ROWS];
+        Rows::FloatValues y[ROWS];
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) y[i] = prepare_key(x[i], rotation[i % TOKENS], lane);
-        append(y, places, channels, lane);
+        for (int i = 0; i < ROWS; ++i) y[i] = Rows::prepare_key(x[i], rotation[i % Rows::kTokens], lane);
+        Rows::append(y, places, channels, lane);
     } else {
-        append(x, places, channels, lane);
+        Rows::append(x, places, channels, lane);
     }
 }

@@ -24,13 +24,13 @@
 #include "timeline.cuh"
 #include "vector_access.cuh"
 
-#ifndef D
-#define D 128      // of a head: 64, 128, 256
-#define PAGE 64    // tokens of a page: 16, 32, 64
-#define BITS 4     // of a key or value: 4, or 8
-#define CHANNEL 0  // scale and zero: 0 per token, in the page; 1 per channel
-#define BF16 0     // queries and results: 0 f16, 1 bf16
-#define COLUMNS 8  // queries of a unit, 8 or 16
+#ifndef HEAD_DIM
+#define HEAD_DIM 128  // 64, 128, 256
+#define PAGE 64       // tokens of a page: 16, 32, 64
+#define BITS 4        // of a key or value: 4, or 8
+#define CHANNEL 0     // scale and zero: 0 per token, in the page; 1 per channel
+#define BF16 0        // queries and results: 0 f16, 1 bf16
+#define COLUMNS 8     // queries of a unit, 8 or 16
 #define WARPS 4
 #define STAGES 3
 #define TOKENS 32  // of a slice
@@ -45,17 +45,17 @@
 namespace {
 
 using ptxlab::u32;
-using Page = ptxlab::KvPage<D, PAGE, BITS, CHANNEL>;
-using Row = ptxlab::Row<D>;
+using Page = ptxlab::KvPage<HEAD_DIM, PAGE, BITS, CHANNEL>;
+using Row = ptxlab::Row<HEAD_DIM>;
 using Segments = ptxlab::Segments<2, 4>;  // a unit costs its tiles, but two at least
 
 constexpr int kThreads = 32 * WARPS, kTileSlices = ptxlab::TILE / TOKENS;
-constexpr int kPages = TOKENS > PAGE ? TOKENS / PAGE : 1, kRows = TOKENS * Page::kRowBytes;  // of a slice; bytes
-constexpr int kKeyWords = Page::kRowBytes / 16, kValueWords = Page::kRowBytes / 32;          // of a row, per lane
-constexpr int kTokenTiles = TOKENS / 16, kQueryTiles = COLUMNS / 8, kDimTiles = D / 16;      // of MMAs
-constexpr int kVectorWords = kValueWords == 1 ? 1 : 2;                                       // of one load of values
-constexpr int kPitch = D + SUM_PAD;                                                          // floats of a row of sums
-constexpr u32 kOnes = 0x3c003c00;                                                            // two zero points of 1
+constexpr int kPages = TOKENS > PAGE ? TOKENS / PAGE : 1, kRows = TOKENS * Page::kRowBytes;     // of a slice; bytes
+constexpr int kKeyWords = Page::kRowBytes / 16, kValueWords = Page::kRowBytes / 32;             // of a row, per lane
+constexpr int kTokenTiles = TOKENS / 16, kQueryTiles = COLUMNS / 8, kDimTiles = HEAD_DIM / 16;  // of MMAs
+constexpr int kVectorWords = kValueWords == 1 ? 1 : 2;                                          // of one load of values
+constexpr int kPitch = HEAD_DIM + SUM_PAD;  // floats of a row of sums
+constexpr u32 kOnes = 0x3c003c00;           // two zero points of 1
 static_assert((COLUMNS == 8 || COLUMNS == 16) && TOKENS == 32 && SUM_PAD % 4 == 0);
 
 using Scores = float[kTokenTiles][kQueryTiles][4];  // of tokens g (0, 1) and g + 8 (2, 3), queries 2 t, 2 t + 1
@@ -250,8 +250,8 @@ struct Query {
     __device__ __forceinline__ static void load(float (&x)[kKeyWords][Page::kPerWord], const Columns& columns, int n,
                                                 Lane lane) {
         const bool inside = n * 8 + lane.g < columns.count;
-        const unsigned short* elements = columns.arguments.q + columns.row(inside ? n * 8 + lane.g : 0) * D;
-        const float* scales = columns.arguments.k_scale + columns.head * D;
+        const unsigned short* elements = columns.arguments.q + columns.row(inside ? n * 8 + lane.g : 0) * HEAD_DIM;
+        const float* scales = columns.arguments.k_scale + columns.head * HEAD_DIM;
 #pragma unroll
         for (int w = 0; w < kKeyWords; ++w)
 #pragma unroll
@@ -270,7 +270,7 @@ struct Query {
     // Rounds to FP16 relative to a power of two, so that the largest reaches the top of its range.
     __device__ __forceinline__ void quantise(const float (&x)[kKeyWords][Page::kPerWord], const Columns& columns, int n,
                                              Lane lane) {
-        const float* zeros = columns.arguments.k_zero + columns.head * D;
+        const float* zeros = columns.arguments.k_zero + columns.head * HEAD_DIM;
         const auto zero = [&](int w, int i) { return !CHANNEL ? 1 : BITS == 8 ? 128 : zeros[dim(w, lane) + i]; };
         float largest = 0, sum = 0;
 #pragma unroll
@@ -540,7 +540,8 @@ __device__ __forceinline__ void combine(const WarpSums& warp_sums, const Segment
     float zero_sum;
     const float factor = row.combine_stats<32>(stat, zero_sum);
     row.add_warps<WARPS>(warp_sums.row(0, column), warp_sums.columns * kPitch, factor, ~0u, 0);
-    Page::restore(row, zero_sum, 1, arguments.v_scale + columns.head * D, arguments.v_zero + columns.head * D);
+    Page::restore(row, zero_sum, 1, arguments.v_scale + columns.head * HEAD_DIM,
+                  arguments.v_zero + columns.head * HEAD_DIM);
     if (segment.tile_count() == segment.tiles) {
         row.store<BF16>(arguments.out, arguments.lse, columns.row(column));
         return;
@@ -627,5 +628,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_kv4_mma_sm80
             combine(warp_sums, scheduler.segment, columns, column);
         __syncthreads();  // the sums are free again
     }
-    ptxlab::store_empty_sequences(out, lse, lengths, B, T * Hq, D, threadIdx.x, kThreads);
+    ptxlab::store_empty_sequences(out, lse, lengths, B, T * Hq, HEAD_DIM, threadIdx.x, kThreads);
 }

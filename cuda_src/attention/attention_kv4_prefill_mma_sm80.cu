@@ -25,14 +25,14 @@
 #include "prefill_tiles.cuh"
 #include "timeline.cuh"
 
-#ifndef D
-#define D 128       // of a head: 64, 128, 256
-#define PAGE 64     // tokens of a page: 16, 32, 64
-#define BF16 0      // queries and results: 0 f16, 1 bf16
-#define KEYS 64     // of a block of keys: 32, 64
-#define WARPS 4     // 16 rows each
-#define BLOCKS 2    // of the launch that share an SM
-#define HEADROOM 8  // a score exceeds what its row's weights are relative to by at most this, as a power of two
+#ifndef HEAD_DIM
+#define HEAD_DIM 128  // 64, 128, 256
+#define PAGE 64       // tokens of a page: 16, 32, 64
+#define BF16 0        // queries and results: 0 f16, 1 bf16
+#define KEYS 64       // of a block of keys: 32, 64
+#define WARPS 4       // 16 rows each
+#define BLOCKS 2      // of the launch that share an SM
+#define HEADROOM 8    // a score exceeds what its row's weights are relative to by at most this, as a power of two
 #endif
 #ifndef ROTATED
 #define ROTATED 0  // 1: keys are rotated by a Hadamard matrix, so queries are too
@@ -49,18 +49,18 @@ using Scheduler = ptxlab::TileScheduler<WARPS * 16, KEYS>;
 using SoftmaxRows = ptxlab::SoftmaxRows<KEYS>;
 
 constexpr int kThreads = WARPS * 32, kRows = WARPS * 16;
-constexpr int kTokenBytes = D / 2, kPageBytes = PAGE * (kTokenBytes + 4), kPages = KEYS > PAGE ? KEYS / PAGE : 1;
+constexpr int kTokenBytes = HEAD_DIM / 2, kPageBytes = PAGE * (kTokenBytes + 4), kPages = KEYS > PAGE ? KEYS / PAGE : 1;
 constexpr int kTokenChunks = kTokenBytes / 16, kChunks = KEYS * kTokenChunks;  // of 16 bytes
 constexpr int kCopyBytes = KEYS * (kTokenBytes + 4);  // of a block's keys, or values: their integers, then constants
-constexpr int kQueryBytes = kRows * D * 2, kBlockBytes = KEYS * D * 2;
+constexpr int kQueryBytes = kRows * HEAD_DIM * 2, kBlockBytes = KEYS * HEAD_DIM * 2;
 #if OWN
-using OwnKeys = ptxlab::OwnTokens<D, BF16, KEYS, kThreads, ROTATED>;
-using OwnValues = ptxlab::OwnTokens<D, BF16, KEYS, kThreads, false>;
+using OwnKeys = ptxlab::OwnTokens<HEAD_DIM, BF16, KEYS, kThreads, ROTATED>;
+using OwnValues = ptxlab::OwnTokens<HEAD_DIM, BF16, KEYS, kThreads, false>;
 #else
 struct OwnKeys {};
 struct OwnValues {};
 #endif
-static_assert(D % 64 == 0 && (KEYS == 32 || KEYS == 64) && kChunks % kThreads == 0 && kThreads >= 2 * KEYS);
+static_assert(HEAD_DIM % 64 == 0 && (KEYS == 32 || KEYS == 64) && kChunks % kThreads == 0 && kThreads >= 2 * KEYS);
 
 // Looks up and copies a sequence's pages, keys and values alike.
 struct Pages {
@@ -148,7 +148,7 @@ __device__ __forceinline__ void multiply_keys(float (&s)[KEYS / 2], const unsign
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i) s[i] = 0;
 #pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
+    for (int k = 0; k < HEAD_DIM / 16; ++k) {
         u32 a[4], b[4];
         ptxlab::ldmatrix_x4(a, piece_pair<kRows>(queries, row, lane / 16, k));
 #pragma unroll
@@ -161,13 +161,13 @@ __device__ __forceinline__ void multiply_keys(float (&s)[KEYS / 2], const unsign
 }
 
 // o[8 n ..] of 16 rows and 16 elements: weights as operand A, values, by columns, as operand B.
-__device__ __forceinline__ void multiply_values(float (&o)[D / 2], const u32 (&weights)[KEYS / 16][4],
+__device__ __forceinline__ void multiply_values(float (&o)[HEAD_DIM / 2], const u32 (&weights)[KEYS / 16][4],
                                                 const unsigned char* values) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < KEYS / 16; ++k)
 #pragma unroll
-        for (int n = 0; n < D / 16; ++n) {
+        for (int n = 0; n < HEAD_DIM / 16; ++n) {
             u32 b[4];
             ptxlab::ldmatrix_x4_transposed(b, piece_pair<KEYS>(values, lane % 16, lane / 16, n) + k * 16 * 128);
             ptxlab::mma_f16(tile_of(o + n * 8), weights[k][0], weights[k][1], weights[k][2], weights[k][3], b[0], b[1]);
@@ -180,8 +180,9 @@ __device__ __forceinline__ void multiply_values(float (&o)[D / 2], const u32 (&w
 __device__ __forceinline__ SoftmaxRows load_queries(unsigned char* queries, const unsigned short* q, const Tile& tile,
                                                     int group, int Hq, float softmax_scale) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 2, query_row = tile.first_row + row;
-    const unsigned short* elements = tile.has(query_row, group) ? q + tile.q_row(query_row, group, Hq) * D : nullptr;
-    const float power = ptxlab::HalfQuery<D, BF16>(elements).store<kRows, ROTATED>(queries, row);
+    const unsigned short* elements =
+        tile.has(query_row, group) ? q + tile.q_row(query_row, group, Hq) * HEAD_DIM : nullptr;
+    const float power = ptxlab::HalfQuery<HEAD_DIM, BF16>(elements).store<kRows, ROTATED>(queries, row);
     __syncwarp();
     SoftmaxRows rows;
 #pragma unroll
@@ -195,8 +196,8 @@ __device__ __forceinline__ SoftmaxRows load_queries(unsigned char* queries, cons
 }
 
 // Results of a warp's rows, f16 or bf16, and their logarithms.
-__device__ __forceinline__ void store(unsigned short* out, float* lse, float (&o)[D / 2], const SoftmaxRows& rows,
-                                      const Tile& tile, int group, int Hq) {
+__device__ __forceinline__ void store(unsigned short* out, float* lse, float (&o)[HEAD_DIM / 2],
+                                      const SoftmaxRows& rows, const Tile& tile, int group, int Hq) {
     const int lane = threadIdx.x % 32;
     ptxlab::put_in_order(o);
 #pragma unroll
@@ -206,7 +207,8 @@ __device__ __forceinline__ void store(unsigned short* out, float* lse, float (&o
         if (tile.has(query_row, group)) {
             const bool sees_none = sum == 0;
             const size_t row = tile.q_row(query_row, group, Hq);
-            ptxlab::store_row<BF16>(reinterpret_cast<u32*>(out + row * D) + lane % 4, o, r, sees_none ? 0 : 1 / sum);
+            ptxlab::store_row<BF16>(reinterpret_cast<u32*>(out + row * HEAD_DIM) + lane % 4, o, r,
+                                    sees_none ? 0 : 1 / sum);
             if (lse && lane % 4 == 0) lse[row] = sees_none ? -ptxlab::infinity() : rows.lse(r, sum);
         }
     }
@@ -265,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_kv4_pre
         }
         PHASE(SETUP);
         SoftmaxRows rows = load_queries(queries, q, tile, group, Hq, softmax_scale);
-        float o[D / 2] = {};
+        float o[HEAD_DIM / 2] = {};
         if (sees) {
             PHASE(WAIT_COPY);
             ptxlab::cp_async_wait<1>();
@@ -292,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_kv4_pre
             rows.weigh(s, rescale, HEADROOM);
             if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
 #pragma unroll
-                for (int i = 0; i < D / 2; ++i) o[i] *= rescale[i / 2 % 2];
+                for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= rescale[i / 2 % 2];
             }
             ptxlab::round_weights<KEYS>(weights, s);
             PHASE(WAIT_COPY);

@@ -27,8 +27,8 @@
 #include "timeline.cuh"
 #include "wgmma_f16.cuh"
 
-#ifndef D
-#define D 128          // of a head: 64, 128, 256
+#ifndef HEAD_DIM
+#define HEAD_DIM 128   // 64, 128, 256
 #define PAGE 64        // tokens of a page: 16, 32, 64
 #define BF16 0         // queries and results: 0 f16, 1 bf16
 #define KEYS 128       // of a block: 64, 128
@@ -59,9 +59,9 @@ constexpr int kGroups = 2, kGroupRows = 64, kRows = kGroups * kGroupRows;  // co
 constexpr int kThreads = 128, kBlockThreads = (PRODUCERS + kGroups) * kThreads;  // of a warp group; of a block
 constexpr int kFirstTurnBarrier = 3;  // named barriers at which the consumer groups wait for their turn
 // Bytes
-constexpr int kTokenBytes = D / 2, kPageBytes = PAGE * (kTokenBytes + 4);
+constexpr int kTokenBytes = HEAD_DIM / 2, kPageBytes = PAGE * (kTokenBytes + 4);
 constexpr int kPages = KEYS / PAGE, kCopyBytes = kPages * kPageBytes;  // of a block's keys, or values
-constexpr int kQueryBytes = kGroupRows * D * 2, kBlockBytes = KEYS * D * 2;
+constexpr int kQueryBytes = kGroupRows * HEAD_DIM * 2, kBlockBytes = KEYS * HEAD_DIM * 2;
 constexpr int kQueryColumnBytes = kGroupRows * 128, kColumnBytes = KEYS * 128;  // of 64 elements of all rows
 // Work of a producer's thread
 constexpr int kPageLanes = kPages > 4 ? kPages : 1;  // that share a block's pages: there are no registers for eight
@@ -71,22 +71,23 @@ constexpr int kChunks = KEYS * kTokenChunks / kThreads;
 static_assert(kChunks * (kThreads / KEYS) == kTokenChunks);
 // Registers that consumers give up for pages, and for own tokens.
 constexpr int kPageRegisters = PRODUCERS == 2 && (PAGE == 16 || (PAGE == 32 && (SPLIT || OWN))) ? 8 : 0;
-constexpr int kOwnRegisters = OWN && D == 256 && PAGE == 16 ? 8 : 0;
+constexpr int kOwnRegisters = OWN && HEAD_DIM == 256 && PAGE == 16 ? 8 : 0;
 constexpr int kProducerRegisters = (PRODUCERS == 1 ? 72 : 56) + kPageRegisters + kOwnRegisters;
 constexpr int kConsumerRegisters = (PRODUCERS == 1 ? 216 : 200) - kPageRegisters - kOwnRegisters;
-constexpr bool kTileInShared = SPLIT && D == 256;  // registers have no room for it beside the sums
-constexpr int kVectors = D / 8 + 1;  // of 16 bytes that a lane hands over: its sums, and what they are relative to
-static_assert(!SPLIT || (OWN ? D == 64 : D < 256 || PAGE == 64));  // registers would spill
-static_assert(KEYS % PAGE == 0 && (KEYS == 64 || KEYS == 128) && D % 64 == 0);
+constexpr bool kTileInShared = SPLIT && HEAD_DIM == 256;  // registers have no room for it beside the sums
+// Of 16 bytes that a lane hands over: its sums, and what they are relative to.
+constexpr int kVectors = HEAD_DIM / 8 + 1;
+static_assert(!SPLIT || (OWN ? HEAD_DIM == 64 : HEAD_DIM < 256 || PAGE == 64));  // registers would spill
+static_assert(KEYS % PAGE == 0 && (KEYS == 64 || KEYS == 128) && HEAD_DIM % 64 == 0);
 
 using Scheduler = ptxlab::TileScheduler<kRows, KEYS, true, SPLIT ? PART_BLOCKS : 0>;
 using SoftmaxRows = ptxlab::SoftmaxRows<KEYS>;
-using Scores = float[KEYS / 2];     // of a thread: of two rows
-using Weights = u32[KEYS / 16][4];  // the same as operand A
-using ValueSums = float[D / 2];     // of two rows
+using Scores = float[KEYS / 2];         // of a thread: of two rows
+using Weights = u32[KEYS / 16][4];      // the same as operand A
+using ValueSums = float[HEAD_DIM / 2];  // of two rows
 #if OWN
-using OwnKeys = ptxlab::OwnTokens<D, BF16, KEYS, kThreads, ROTATED>;
-using OwnValues = ptxlab::OwnTokens<D, BF16, KEYS, kThreads, false>;
+using OwnKeys = ptxlab::OwnTokens<HEAD_DIM, BF16, KEYS, kThreads, ROTATED>;
+using OwnValues = ptxlab::OwnTokens<HEAD_DIM, BF16, KEYS, kThreads, false>;
 #else
 struct OwnKeys {};
 struct OwnValues {};
@@ -242,7 +243,7 @@ __device__ __forceinline__ void produce(Scheduler scheduler, Producer<Own> produ
 
 // Half a row of queries, of a consumer group's rows from `first_row` on: two threads have one.
 struct HalfQuery {
-    static constexpr int kPieces = D / 16;
+    static constexpr int kPieces = HEAD_DIM / 16;
     uint4 x[kPieces];
 
     // Where it lies; null beyond the tile's last row.
@@ -251,7 +252,7 @@ struct HalfQuery {
         const int query_row = first_row + threadIdx.x % kThreads / 2;
         if (query_row >= tile.queries * group) return nullptr;
         const size_t row = tile.q_row(query_row, group, Hq);
-        return reinterpret_cast<const uint4*>(q + row * D) + threadIdx.x % 2 * kPieces;
+        return reinterpret_cast<const uint4*>(q + row * HEAD_DIM) + threadIdx.x % 2 * kPieces;
     }
 
     __device__ __forceinline__ explicit HalfQuery(const uint4* half_row) {
@@ -268,11 +269,11 @@ struct HalfQuery {
             const u32 words[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
-                elements[i][e] = ptxlab::HalfQuery<D, BF16>::element(words[e / 2], e % 2);
+                elements[i][e] = ptxlab::HalfQuery<HEAD_DIM, BF16>::element(words[e / 2], e % 2);
                 largest = ptxlab::max_nan(largest, fabsf(elements[i][e]));
             }
         }
-        if constexpr (ROTATED) largest = ptxlab::rotate_query<D / 2, 2>(elements, half);
+        if constexpr (ROTATED) largest = ptxlab::rotate_query<HEAD_DIM / 2, 2>(elements, half);
         largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 1));
         const float power = ptxlab::leading_power(fmaxf(largest, 0x1p-100f));
         const float inverse = ptxlab::inverse_power(power) + (largest - largest);  // NaN of infinity
@@ -295,14 +296,15 @@ struct HalfQuery {
 
 __device__ __forceinline__ void multiply_keys(float (&s)[KEYS / 2], u64 queries, u64 keys) {
 #pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
+    for (int k = 0; k < HEAD_DIM / 16; ++k) {
         const u64 query = queries + (k / 4 * kQueryColumnBytes + k % 4 * 32) / 16;
         ptxlab::wgmma_scores(s, query, keys + (k / 4 * kColumnBytes + k % 4 * 32) / 16, k == 0);
     }
     ptxlab::wgmma_commit();
 }
 
-__device__ __forceinline__ void multiply_values(float (&o)[D / 2], const u32 (&weights)[KEYS / 16][4], u64 values) {
+__device__ __forceinline__ void multiply_values(float (&o)[HEAD_DIM / 2], const u32 (&weights)[KEYS / 16][4],
+                                                u64 values) {
 #pragma unroll
     for (int k = 0; k < KEYS / 16; ++k) ptxlab::wgmma_values(o, weights[k], values + k * 2048 / 16);
     ptxlab::wgmma_commit();
@@ -340,7 +342,7 @@ struct Results {
             const bool sees_none = sum == 0;
             const size_t row = tile.q_row(query_row, group, Hq);
             lane_rows.inverse[r] = sees_none ? 0 : 1 / sum;
-            lane_rows.pairs[r] = reinterpret_cast<u32*>(out + row * D) + lane % 4;
+            lane_rows.pairs[r] = reinterpret_cast<u32*>(out + row * HEAD_DIM) + lane % 4;
             if (lse && lane % 4 == 0) lse[row] = sees_none ? -ptxlab::infinity() : rows.lse(r, sum);
         }
         return lane_rows;
@@ -385,9 +387,9 @@ struct Workspace {
     __device__ __forceinline__ bool hand_over(const ValueSums& o, const SoftmaxRows& rows, const Tile& tile) const {
         float4* const lane_part = first_part(tile) + size_t(tile.part_index) * kPitch;
 #pragma unroll
-        for (int v = 0; v < D / 8; ++v)
+        for (int v = 0; v < HEAD_DIM / 8; ++v)
             lane_part[v * 32] = make_float4(o[4 * v], o[4 * v + 1], o[4 * v + 2], o[4 * v + 3]);
-        lane_part[D / 8 * 32] = make_float4(rows.largest[0], rows.largest[1], rows.sum[0], rows.sum[1]);
+        lane_part[HEAD_DIM / 8 * 32] = make_float4(rows.largest[0], rows.largest[1], rows.sum[0], rows.sum[1]);
         int* const count = arrivals + (tile.item - tile.part_index) * kWarps + threadIdx.x / 32 - PRODUCERS * 4;
         if (!ptxlab::last_of(count, tile.parts)) return false;
         if (threadIdx.x % 32 == 0) *count = 0;
@@ -400,17 +402,17 @@ struct Workspace {
         SoftmaxRows rows;
         rows.largest[0] = rows.largest[1] = ptxlab::kLowestScore;
         for (int part_index = 0; part_index < tile.parts; ++part_index) {
-            const float4 stats = __ldcg(parts + size_t(part_index) * kPitch + D / 8 * 32);
+            const float4 stats = __ldcg(parts + size_t(part_index) * kPitch + HEAD_DIM / 8 * 32);
             rows.add_part(0, stats.x, stats.z), rows.add_part(1, stats.y, stats.w);
         }
         const Results::LaneRows lane_rows = results.finish(rows, tile, group, first_row);
 #pragma unroll 1
-        for (int first_vector = 0; first_vector < D / 8; first_vector += kBatch) {
+        for (int first_vector = 0; first_vector < HEAD_DIM / 8; first_vector += kBatch) {
             float o[4 * kBatch] = {};
 #pragma unroll 2
             for (int part_index = 0; part_index < tile.parts; ++part_index) {
                 const float4* const lane_part = parts + size_t(part_index) * kPitch;
-                const float4 stats = __ldcg(lane_part + D / 8 * 32);
+                const float4 stats = __ldcg(lane_part + HEAD_DIM / 8 * 32);
                 const float factor[2] = {ptxlab::exp2_approx(stats.x - rows.largest[0]),
                                          ptxlab::exp2_approx(stats.y - rows.largest[1])};
 #pragma unroll
@@ -469,7 +471,7 @@ struct Consumer {
     __device__ __forceinline__ void begin_scores(Scores& s TIMELINE_PARAMETER) const {
         PHASE(WAIT_GROUP);
         ptxlab::mbarrier_wait(&of_keys.full[key_slot.index], key_slot.parity);
-        PHASE(ISSUE, KEYS * D / 64);
+        PHASE(ISSUE, KEYS * HEAD_DIM / 64);
         ptxlab::sync_threads(kFirstTurnBarrier + index, kGroups * kThreads);
         ptxlab::wgmma_fence();
         multiply_keys(s, ptxlab::swizzled_128(queries), ptxlab::swizzled_128(keys + key_slot.index * kBlockBytes));
@@ -478,7 +480,7 @@ struct Consumer {
     __device__ __forceinline__ void begin_values(ValueSums& o, const Weights& weights TIMELINE_PARAMETER) const {
         PHASE(WAIT_GROUP);
         ptxlab::mbarrier_wait(&of_values.full[value_slot.index], value_slot.parity);
-        PHASE(ISSUE, KEYS * D / 64);
+        PHASE(ISSUE, KEYS * HEAD_DIM / 64);
         multiply_values(o, weights, ptxlab::swizzled_128_rows(values + value_slot.index * kBlockBytes, kColumnBytes));
     }
 
@@ -522,7 +524,7 @@ struct Consumer {
             finish_values(o TIMELINE_ARGUMENT);
             if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
 #pragma unroll
-                for (int i = 0; i < D / 2; ++i) o[i] *= rescale[i / 2 % 2];
+                for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= rescale[i / 2 % 2];
             }
             ptxlab::round_weights<KEYS>(weights, s);
         }
@@ -534,7 +536,7 @@ struct Consumer {
     // The next tile's queries come to the L2 while results are stored.
     __device__ __forceinline__ void prefetch_queries(const Tile& tile) const {
         if (const uint4* half_row = HalfQuery::find(q, tile, group, first_row_of(tile), Hq))
-            for (int i = 0; i < D; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(half_row + i / 16));
+            for (int i = 0; i < HEAD_DIM; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(half_row + i / 16));
     }
 
     // Stores a whole tile's results, or hands over a part of them.
@@ -551,7 +553,7 @@ struct Consumer {
         while (has_tile) {
             SoftmaxRows rows;
             load_queries(rows, tile TIMELINE_ARGUMENT);
-            float o[D / 2] = {};
+            float o[HEAD_DIM / 2] = {};
             if (tile.begin < tile.end) attend(o, rows, tile TIMELINE_ARGUMENT);
             PHASE(EPILOGUE);
             if constexpr (kTileInShared) {

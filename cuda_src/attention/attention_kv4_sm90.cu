@@ -32,19 +32,19 @@
 #include "timeline.cuh"
 #include "vector_access.cuh"
 
-#ifndef D
-#define D 128       // of a head: 64, 128, 256
-#define PAGE 64     // tokens of a page: 16, 32, 64
-#define BITS 4      // of a key or value: 4, or 8
-#define CHANNEL 0   // scale and zero: 0 per token, in the page; 1 per channel
-#define BF16 0      // queries and results: 0 f16, 1 bf16
-#define COLUMNS 8   // queries of a unit at most: 4, 8
-#define TOKENS 64   // of a tile that one warp takes: 16, 32, 64
-#define WARPS 8     // that multiply
-#define STAGES 16   // tiles in flight
-#define SLOTS 2     // units whose sums are in shared memory
-#define RESIDENT 1  // blocks per SM
-#define PROMOTE 0   // tokens of a warp after which its MMAs' sums are promoted, a multiple of TOKENS; 0: never
+#ifndef HEAD_DIM
+#define HEAD_DIM 128  // 64, 128, 256
+#define PAGE 64       // tokens of a page: 16, 32, 64
+#define BITS 4        // of a key or value: 4, or 8
+#define CHANNEL 0     // scale and zero: 0 per token, in the page; 1 per channel
+#define BF16 0        // queries and results: 0 f16, 1 bf16
+#define COLUMNS 8     // queries of a unit at most: 4, 8
+#define TOKENS 64     // of a tile that one warp takes: 16, 32, 64
+#define WARPS 8       // that multiply
+#define STAGES 16     // tiles in flight
+#define SLOTS 2       // units whose sums are in shared memory
+#define RESIDENT 1    // blocks per SM
+#define PROMOTE 0     // tokens of a warp after which its MMAs' sums are promoted, a multiple of TOKENS; 0: never
 // The host uses these too, but does not choose them.
 #define TILE_TOKENS 64  // of a tile
 #define LARGEST 32512   // integer of a query
@@ -68,12 +68,12 @@ namespace {
 using ptxlab::TILE;
 using ptxlab::u32;
 using ptxlab::u64;
-using Page = ptxlab::KvPage<D, PAGE, BITS, CHANNEL>;
+using Page = ptxlab::KvPage<HEAD_DIM, PAGE, BITS, CHANNEL>;
 
 // Warps: those of a tile, tiles at a time.
 constexpr int kTileWarps = TILE / TOKENS, kGroups = WARPS / kTileWarps;
 // Queries: dims of a lane, lanes of a column, columns of a warp at a time.
-constexpr int kLaneDims = 8, kQueryLanes = D / kLaneDims, kWarpColumns = 32 / kQueryLanes;
+constexpr int kLaneDims = 8, kQueryLanes = HEAD_DIM / kLaneDims, kWarpColumns = 32 / kQueryLanes;
 // Warps that prepare queries, and the passes over columns that each makes. A second warp comes only where no thread
 // loses registers by it.
 constexpr int kQueryWarps = RESIDENT == 1 && COLUMNS > kWarpColumns ? 2 : 1;
@@ -83,23 +83,23 @@ constexpr int kStatLanes = WARPS <= 4 ? 4 : WARPS <= 8 ? 8 : 16;  // one for eve
 // Stages and items
 constexpr int kPages = TILE / PAGE, kStageBytes = 2 * kPages * Page::kBytes;
 constexpr int kItems = 2 * SLOTS, kLag = SLOTS - 1;  // items in flight; items between summing up and combining
-constexpr int kPitch = D + SUM_PAD;                  // floats of a row of sums
+constexpr int kPitch = HEAD_DIM + SUM_PAD;           // floats of a row of sums
 // Fragments: operands B of a query, columns of a lane, MMA tiles, words of a token's keys and values per lane
 constexpr bool kPaired = COLUMNS == 4;  // the two bytes of a query are neighbouring columns of one operand B
 constexpr int kOperands = kPaired ? 1 : 2, kLaneColumns = kPaired ? 1 : 2;
 constexpr int kNibbles = BITS == 4 ? 2 : 1;  // of a byte
-constexpr int kTokenTiles = TOKENS / 16, kDimTiles = D / 16;
+constexpr int kTokenTiles = TOKENS / 16, kDimTiles = HEAD_DIM / 16;
 constexpr int kKeyWords = Page::kRowBytes / 16, kValueWords = Page::kRowBytes / 32;
 constexpr int kVectorWords = kKeyWords < 4 ? kKeyWords : 4;  // of one load
 constexpr u32 kOnes = 0x3c003c00;                            // two zero points of 1
 static_assert(LARGEST == 127 * 256, "the high byte of a query's largest integer is a signed one");
-static_assert(D * (BITS == 8 ? 255ll : 15ll * 16) * LARGEST < 1ll << 31);
+static_assert(HEAD_DIM * (BITS == 8 ? 255ll : 15ll * 16) * LARGEST < 1ll << 31);
 static_assert(TILE_TOKENS == TILE && SUM_PAD % 4 == 0);
 static_assert(PROMOTE % TOKENS == 0 && WARPS % kTileWarps == 0 && STAGES % kGroups == 0 && WARPS <= 16 &&
               (COLUMNS == 4 || COLUMNS == 8));
 
 using Segments = ptxlab::Segments<EXTRA, SLACK, (PART > kGroups ? PART : kGroups), PART, MOST_PARTS>;
-using Row = ptxlab::Row<D>;
+using Row = ptxlab::Row<HEAD_DIM>;
 using Scores = float[kTokenTiles][2 * kLaneColumns];  // of tokens g, then g + 8, of each MMA tile
 using QueryWords = u32[kOperands][kNibbles][kKeyWords];
 
@@ -185,7 +185,7 @@ struct WarpSums {
     __device__ __forceinline__ float4* stat(int item_index, int column, int warp) const {
         return stats + (item_index % SLOTS * columns + column) * WARPS + warp;
     }
-    // Columns are reordered so that lanes of D 128 store to all banks.
+    // Columns are reordered so that lanes of heads of 128 store to all banks.
     __device__ __forceinline__ float* row(int item_index, int warp, int column) const {
         const int reordered = column % kLaneColumns * ((columns + 1) / 2) + column / kLaneColumns;
         return rows + ((item_index % SLOTS * WARPS + warp) * columns + reordered) * kPitch;
@@ -282,7 +282,7 @@ struct QueryQuantiser {
                         token[pass] * arguments.group;
 #pragma unroll
             for (int i = 0; i < kLaneDims / 2; ++i) raw[pass][i] = 0;
-            if (query < queries) ptxlab::load_words(raw[pass], arguments.q + size_t(row[pass]) * D + first_dim);
+            if (query < queries) ptxlab::load_words(raw[pass], arguments.q + size_t(row[pass]) * HEAD_DIM + first_dim);
         }
     }
 
@@ -292,7 +292,7 @@ struct QueryQuantiser {
 #pragma unroll
         for (int e = 0; e < kLaneDims; ++e) {
             x[e] = ptxlab::element<BF16>(raw[pass][e / 2], e % 2);
-            if (CHANNEL) x[e] *= arguments.k_scale[head * D + first_dim + e];
+            if (CHANNEL) x[e] *= arguments.k_scale[head * HEAD_DIM + first_dim + e];
         }
         if constexpr (ROTATED) ptxlab::rotate_head<kLaneDims, kQueryLanes>(x, lane);
         float largest = 0x1p-100f;
@@ -318,7 +318,7 @@ struct QueryQuantiser {
                 const int e = quad * 4 + i;
                 const float shifted = fmaf(x[e], inverse_step, ptxlab::SHIFT);
                 if (CHANNEL && !Page::kSigned)
-                    zero_sum += (shifted - ptxlab::SHIFT) * arguments.k_zero[item_head * D + first_dim + e];
+                    zero_sum += (shifted - ptxlab::SHIFT) * arguments.k_zero[item_head * HEAD_DIM + first_dim + e];
                 bits[i] = __float_as_int(shifted), upper[i] = bits[i] + 128;
             }
             const u32 high = ptxlab::bytes_of<1>(upper), low = ptxlab::bytes_of<0>(bits);
@@ -404,7 +404,8 @@ struct QueryQuantiser {
         if (threadIdx.x == kQueryWarp * 32) control.items[slot.index].tiles = 0;
         ptxlab::mbarrier_arrive(&control.ready[slot.index]);
         ptxlab::store_empty_sequences(arguments.out, arguments.lse, arguments.lengths, arguments.B,
-                                      arguments.T * arguments.Hq, D, threadIdx.x - kQueryWarp * 32, 32 * kQueryWarps);
+                                      arguments.T * arguments.Hq, HEAD_DIM, threadIdx.x - kQueryWarp * 32,
+                                      32 * kQueryWarps);
     }
 };
 
@@ -651,9 +652,9 @@ struct Softmax {
     // The lane's dims of column b in order. Of every four, two come from an MMA tile of low halves and two from one of
     // high halves. A tile of high nibbles was multiplied with the low ones still in its bytes, so the sums of these,
     // which are the tile before, are subtracted.
-    __device__ __forceinline__ void gather(float (&sums)[D / 8], int b) const {
+    __device__ __forceinline__ void gather(float (&sums)[HEAD_DIM / 8], int b) const {
 #pragma unroll
-        for (int e = 0; e < D / 8; ++e) {
+        for (int e = 0; e < HEAD_DIM / 8; ++e) {
             const int tile =
                 e / Page::kPerWord * Page::kPairs + e % Page::kPerWord / 4 + e % 4 / 2 * (Page::kPairs / 2);
             const int i = b + e % 2 * 2;
@@ -667,14 +668,14 @@ struct Softmax {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int b = 0; b < kLaneColumns; ++b) {
-            float weight_sum = weights[b], sums[D / 8];
+            float weight_sum = weights[b], sums[HEAD_DIM / 8];
 #pragma unroll
             for (int lane_distance = 4; lane_distance < 32; lane_distance *= 2)
                 weight_sum += __shfl_xor_sync(~0u, weight_sum, lane_distance);
             gather(sums, b);
             const int column = kLaneColumns * t + b;
             float4* const stat = warp_sums.stat(item_index, column, warp);
-            float* const row = warp_sums.row(item_index, warp, column) + g * (D / 8);
+            float* const row = warp_sums.row(item_index, warp, column) + g * (HEAD_DIM / 8);
             if (!is_first) {
                 asm volatile("");  // keeps it a branch: few items need it
                 __syncwarp();      // a lane of row 0 has written the statistics
@@ -682,14 +683,14 @@ struct Softmax {
                     const float rescale = ptxlab::exp2_approx(stat->x - largest[b]);
                     zeros[b] += stat->z * rescale;
 #pragma unroll
-                    for (int e = 0; e < D / 8; ++e) sums[e] += row[e] * rescale;
+                    for (int e = 0; e < HEAD_DIM / 8; ++e) sums[e] += row[e] * rescale;
                 }
                 __syncwarp();  // all have read them
             }
             if (column >= warp_sums.columns) continue;
             if (g == 0) *stat = make_float4(largest[b], CHANNEL ? zeros[b] : weight_sum, zeros[b], 0);
 #pragma unroll
-            for (int e = 0; e < D / 8; e += 4) {
+            for (int e = 0; e < HEAD_DIM / 8; e += 4) {
                 const u32 words[4] = {__float_as_uint(sums[e]), __float_as_uint(sums[e + 1]),
                                       __float_as_uint(sums[e + 2]), __float_as_uint(sums[e + 3])};
                 ptxlab::store_words(row + e, words);
@@ -720,7 +721,8 @@ struct Combiner {
         row.add_warps<WARPS>(warp_sums.row(item_index, 0, column), warp_sums.columns * kPitch, factor, active_warps,
                              first_warp);
         const float correction = BITS == 8 || threadIdx.x % 2 == 0 ? 0x1p24f : 0x1p20f;  // integers were subnormals
-        Page::restore(row, zero_sum, correction, arguments.v_scale + item.head * D, arguments.v_zero + item.head * D);
+        Page::restore(row, zero_sum, correction, arguments.v_scale + item.head * HEAD_DIM,
+                      arguments.v_zero + item.head * HEAD_DIM);
         return row;
     }
 

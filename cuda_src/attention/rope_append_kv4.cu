@@ -11,9 +11,13 @@
 //            loaded: a kernel that may still run must not write these. qkv is read, and all is written, behind the wait.
 // Guide      notebooks/guide/kernels_attention.md: lanes, rows of a thread, order of blocks, constants
 // PTX ISA    as append_kv4; 9.7.13.13 griddepcontrol.
-#ifndef D
-#define D 128    // of a head: 64, 128, 256
-#define PAGE 64  // tokens: 16, 32, 64
+#include "griddep.cuh"
+#include "kv_rows.cuh"
+#include "output.cuh"
+
+#ifndef HEAD_DIM
+#define HEAD_DIM 128  // 64, 128, 256
+#define PAGE 64       // tokens: 16, 32, 64
 #define BITS 4
 #define CHANNEL 0
 #define BF16 0
@@ -24,30 +28,27 @@
 #ifndef ROTATED
 #define ROTATED 0  // 1: the cache's keys are rotated by a Hadamard matrix, behind RoPE
 #endif
-#define ROPE 1
-
-#include "griddep.cuh"
-#include "kv_rows.cuh"
-#include "output.cuh"
-
-using namespace ptxlab;
 
 namespace {
 
+using Rows = ptxlab::KvRows<HEAD_DIM, PAGE, BITS, CHANNEL, BF16, INDEX, true, ROWS, ROTATED>;
+using Half = Rows::Half;
+using Index = Rows::Index;
+
 // A lane's values of a rotated row, rounded, to where the row begins.
-__device__ __forceinline__ void write_row(Half* row, const Rotated& x, int lane) {
-    Stored y;
+__device__ __forceinline__ void write_row(Half* row, const Rows::FloatValues& x, int lane) {
+    Rows::StoredValues y;
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i)
-        reinterpret_cast<unsigned*>(y.halves)[i] = rounded_pair<BF16>(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < Rows::kPairs; ++i)
+        reinterpret_cast<unsigned*>(y.halves)[i] = ptxlab::rounded_pair<BF16>(x[2 * i], x[2 * i + 1]);
     Half* lane_values = row + lane;
-    lane_values[0] = y.halves[0], lane_values[LANES] = y.halves[1];
+    lane_values[0] = y.halves[0], lane_values[Rows::kLanes] = y.halves[1];
 }
 
 }  // namespace
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.
-extern "C" __global__ void __launch_bounds__(256, BLOCKS) rope_append_kv4(
+extern "C" __global__ void __launch_bounds__(256, Rows::kBlocks) rope_append_kv4(
     const Half* qkv,         // f16 or bf16 [tokens, ratio + 2, heads, D], `pitch` elements from one token to the next
     Half* q,                 // as qkv [tokens, ratio, heads, D]
     Half* keys,              // as qkv [tokens, heads, D]; written if KEYS
@@ -61,55 +62,54 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) rope_append_kv4(
     const float* v_scale, const float* v_zero, int tokens, int heads,
     int turns,  // positions in the tables
     int pitch) {
-    launch_dependents();
+    ptxlab::launch_dependents();
     // A block has rows of one kind: heads `section` * heads .. of q, or those of k, or those of v.
     const int section = blockIdx.z, ratio = gridDim.z - 2;
-    const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
-    const int token = blockIdx.x * ROWS + (CHANNEL ? 0 : group % ROWS);
-    const int head = blockIdx.y * (blockDim.x / LANES) + (CHANNEL ? group : group / ROWS * ROWS);
+    const Rows::RowLanes lanes;
+    const int lane = lanes.lane, token = lanes.first_token(blockIdx.x), head = lanes.first_head();
     const bool is_q = section < ratio;
     const bool is_v = section > ratio;
-    Index slot[TOKENS];
-    Rotation rotation[TOKENS];
+    Index slot[Rows::kTokens];
+    Rows::Rotation rotation[Rows::kTokens];
 #pragma unroll
-    for (int i = 0; i < TOKENS; ++i) {
+    for (int i = 0; i < Rows::kTokens; ++i) {
         const int t = token + i;
         slot[i] = t < tokens && !is_q ? slots[t] : -1;
         if (is_v) continue;
         const Index position = positions && t < tokens ? positions[t] : t;
         rotation[i].read(cos, sin, min(size_t(position), size_t(turns - 1)), lane);
     }
-    Channels channels;
-    const size_t of_head = size_t(min(head, heads - 1)) * D;
+    Rows::Channels channels;
+    const size_t of_head = size_t(min(head, heads - 1)) * HEAD_DIM;
     if (CHANNEL && !is_q) channels.read((is_v ? v_scale : k_scale) + of_head, (is_v ? v_zero : k_zero) + of_head, lane);
-    wait_for_predecessors();
-    Stored x[ROWS];
+    ptxlab::wait_for_predecessors();
+    Rows::StoredValues x[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-        const int t = min(token + i % TOKENS, tokens - 1), h = min(head + i / TOKENS, heads - 1);
-        const Half* head_row = qkv + size_t(t) * (pitch / PAIRS) + (size_t(section) * heads + h) * (2 * LANES) + lane;
-        x[i].halves[0] = read(head_row), x[i].halves[1] = read(head_row + LANES);
+        const int t = min(token + i % Rows::kTokens, tokens - 1), h = min(head + i / Rows::kTokens, heads - 1);
+        x[i].load_from(qkv + size_t(t) * (pitch / Rows::kPairs) + (size_t(section) * heads + h) * (2 * Rows::kLanes) +
+                       lane);
     }
     if (is_q || (KEYS && !is_v)) {
-        Half* rotated = is_q ? q + size_t(section) * heads * (2 * LANES) : keys;
+        Half* rotated = is_q ? q + size_t(section) * heads * (2 * Rows::kLanes) : keys;
         const size_t of_token = size_t(is_q ? ratio : 1) * heads;  // rows
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const int t = token + i % TOKENS, h = head + i / TOKENS;
+            const int t = token + i % Rows::kTokens, h = head + i / Rows::kTokens;
             if (t >= tokens || h >= heads) continue;
-            write_row(rotated + (t * of_token + h) * (2 * LANES), rotation[i % TOKENS].of(x[i]), lane);
+            write_row(rotated + (t * of_token + h) * (2 * Rows::kLanes), rotation[i % Rows::kTokens].of(x[i]), lane);
         }
     }
     if (is_q) return;
-    Places places;
+    Rows::Places places;
     places.of_rows(pool, slot, is_v, head, heads);
     places.of_constants(slot[0], head, heads, lane);
     if (is_v) {
-        append(x, places, channels, lane);
+        Rows::append(x, places, channels, lane);
     } else {
-        Rotated y[ROWS];
+        Rows::FloatValues y[ROWS];
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) y[i] = prepare_key(x[i], rotation[i % TOKENS], lane);
-        append(y, places, channels, lane);
+        for (int i = 0; i < ROWS; ++i) y[i] = Rows::prepare_key(x[i], rotation[i % Rows::kTokens], lane);
+        Rows::append(y, places, channels, lane);
     }
 }

@@ -48,20 +48,103 @@ constexpr int kScalesOffset = BM * kBlockChannels,
 constexpr int kSpreadBytes = ptxlab::SPREAD_BYTES<BM>,
               kWeightsOffset = kSpreadOffset + 2 * kSpreadBytes;  // of two groups
 constexpr int kStageBytes = (kWeightsOffset + kStrips * kBlock8Bytes + 1023) / 1024 * 1024;
-constexpr bool kUneven = WN > 1;  // registers of a thread that multiplies and of one that loads
+constexpr int kWarpBufferBytes = 512;  // in which a warp transposes results
+constexpr bool kUneven = WN > 1;       // whether the warp groups that multiply get registers of the one that loads
 constexpr int kConsumerRegisters = ptxlab::CONSUMER_REGISTERS[WN], kProducerRegisters = ptxlab::PRODUCER_REGISTERS[WN];
 static_assert(WN <= 4, "CONSUMER_REGISTERS and PRODUCER_REGISTERS have no more");
 static_assert(BM <= 128, "sums and totals have a register each");
 static_assert(GROUP == 64 || GROUP == 128, "a stage has one group or two");
 static_assert(STAGES * kBlockGroups >= TOGETHER, "groups under wgmma keep their slots");
 
-__device__ __forceinline__ void init_barriers(u64* full, u64* spread, u64* empty) {
+struct Arguments {
+    const unsigned char* strips;
+    const ptxlab::TensorMap *x, *x_scale;
+    int K, outliers;
+};
+
+// The stages in shared memory and their barriers: `full` when the copies have come, `spread` when the scales of X are
+// spread, `empty` when the warp groups have multiplied.
+struct Ring {
+    unsigned char* stages;
+    u64 *full, *spread, *empty;
+};
+
+// How Y is cut into tiles.
+struct Schedule {
+    int num_token_tiles, num_strips, num_row_tiles, num_tiles;
+    int tile_tokens;
+
+    __device__ __forceinline__ Schedule(int M, int N)
+        : num_token_tiles((M + BM - 1) / BM), num_strips((N + 15) / 16),
+          num_row_tiles((num_strips + kStrips - 1) / kStrips), num_tiles(num_token_tiles * num_row_tiles),
+          tile_tokens(((M + num_token_tiles - 1) / num_token_tiles + 7) / 8 * 8) {}
+};
+
+__device__ __forceinline__ void init_barriers(const Ring& ring) {
     for (int s = 0; s < STAGES; ++s) {
-        ptxlab::mbarrier_init(&full[s], 2);
-        ptxlab::mbarrier_init(&spread[s], kSpreaders);
-        ptxlab::mbarrier_init(&empty[s], 128 * WN);
+        ptxlab::mbarrier_init(&ring.full[s], 2);
+        ptxlab::mbarrier_init(&ring.spread[s], kSpreaders);
+        ptxlab::mbarrier_init(&ring.empty[s], 128 * WN);
     }
     ptxlab::fence_mbarrier_init();
+}
+
+// Zeros in the rows of X and of its scales that no copy writes, and wgmma and scaling read.
+__device__ __forceinline__ void clear_padding(unsigned char* stages, int tile_tokens) {
+    const int padding_chunks = (BM - tile_tokens) * 9;  // 16 bytes each: of X, then of scales
+    for (int i = threadIdx.x; i < STAGES * padding_chunks; i += kThreads) {
+        const int piece = i % padding_chunks, of_x = (BM - tile_tokens) * 8;
+        unsigned char* slot = stages + i / padding_chunks * kStageBytes;
+        unsigned char* padding = piece < of_x ? slot + tile_tokens * kBlockChannels + piece * 16
+                                              : slot + kScalesOffset + (tile_tokens + piece - of_x) * 16;
+        *reinterpret_cast<int4*>(padding) = make_int4(0, 0, 0, 0);
+    }
+    ptxlab::fence_proxy_async();
+}
+
+// The warp group that loads: one thread of two warps asks, the copy engine copies; two warps spread the scales of X. A
+// row of W has `num_stages` blocks, the first `blocks4` of them INT4. NOTE as members of Schedule these give the consumer
+// other registers.
+__device__ __forceinline__ void produce(const Arguments& arguments, const Schedule& schedule, const int& blocks4,
+                                        const int& num_stages, const Ring& ring,
+                                        ptxlab::Slot<STAGES>& slot TIMELINE_PARAMETER) {
+    const bool elected = ptxlab::elect();
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    const int pitch = blocks4 * kBlock4Bytes + (arguments.outliers > 0 ? kBlock8Bytes : 0);
+    const auto column = [&](int stage) {
+        return stage < blocks4 ? stage * kBlockGroups : arguments.K / GROUP;
+    };  // of its scales
+    const auto load_w = [&](int row_tile, int stage, unsigned char* stage_slot, u64* barrier) {
+        const int bytes = stage < blocks4 ? kBlock4Bytes : kBlock8Bytes;
+        ptxlab::mbarrier_arrive_expect(barrier, kStrips * bytes);
+#pragma unroll
+        for (int i = 0; i < kStrips; ++i) {  // past N the last one is loaded again
+            const int strip = min(row_tile * kStrips + i, schedule.num_strips - 1);
+            ptxlab::bulk_load(stage_slot + kWeightsOffset + i * kBlock8Bytes,
+                              arguments.strips + size_t(strip) * pitch + stage * kBlock4Bytes, bytes, barrier);
+        }
+    };
+    const auto load_x = [&](int token, int stage, unsigned char* stage_slot, u64* barrier) {
+        const bool block4 = stage < blocks4;
+        ptxlab::mbarrier_arrive_expect(barrier, schedule.tile_tokens * (kBlockChannels + 16));
+        ptxlab::tensor_load(stage_slot, arguments.x, block4 ? stage * kBlockChannels : arguments.K, token, barrier);
+        ptxlab::tensor_load(stage_slot + kScalesOffset, arguments.x_scale, column(stage) / 8 * 8, token, barrier);
+    };
+    const auto prepare = [&](int stage, unsigned char* stage_slot, int index) {  // by two warps: spread scales
+        const __half* token_scales = reinterpret_cast<const __half*>(stage_slot + kScalesOffset) + column(stage) % 8;
+#pragma unroll
+        for (int i = 0; i < kBlockGroups; ++i)  // of outliers the second are not used
+            ptxlab::spread_scales<BM, kSpreaders>(
+                reinterpret_cast<float*>(stage_slot + kSpreadOffset + i * kSpreadBytes),
+                token_scales + (stage < blocks4 ? i : 0), threadIdx.x - (128 - kSpreaders));
+        ptxlab::mbarrier_arrive(&ring.spread[index]);
+    };
+    if (kUneven) ptxlab::fewer_registers<kProducerRegisters>();
+    ptxlab::launch_dependents();
+    if (warp == 1) ptxlab::wait_for_predecessors();
+    ptxlab::load_tiles<kStageBytes>(slot, ring.stages, ring.full, ring.empty, schedule.num_tiles,
+                                    schedule.num_token_tiles, schedule.num_row_tiles, schedule.tile_tokens, num_stages,
+                                    warp, elected, load_w, load_x, prepare TIMELINE_ARGUMENT);
 }
 
 }  // namespace
@@ -74,82 +157,38 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a4_sm90(
     const float* __restrict__ bias,                     // f32 [N], or null
     void* __restrict__ y,                               // [M, N], by OUT
     int M, int N, int K, int outliers) {
-    extern __shared__ __align__(1024) unsigned char ring[];
+    extern __shared__ __align__(1024) unsigned char stages[];  // then a buffer of each warp
     __shared__ u64 full[STAGES], spread[STAGES], empty[STAGES];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
-    const int token_tiles = (M + BM - 1) / BM, all_strips = (N + 15) / 16,
-              row_tiles = (all_strips + kStrips - 1) / kStrips, tiles = token_tiles * row_tiles;
-    const int tokens = ((M + token_tiles - 1) / token_tiles + 7) / 8 * 8;  // of a tile
-    const int blocks4 = (K + kBlockChannels - 1) / kBlockChannels, stages = blocks4 + (outliers > 0);
-    unsigned char* buffers = ring + STAGES * kStageBytes;  // 512 bytes of each warp
+    const Arguments arguments{strips, &x, &x_scale, K, outliers};
+    const Ring ring{stages, full, spread, empty};
+    const Schedule schedule(M, N);
+    const int blocks4 = (K + kBlockChannels - 1) / kBlockChannels, num_stages = blocks4 + (outliers > 0);
+    unsigned char* buffers = stages + STAGES * kStageBytes;
 
-    if (tokens < BM) {                                 // what wgmma and scaling read behind the copies' rows
-        const int padding_chunks = (BM - tokens) * 9;  // 16 bytes each: of X, then of scales
-        for (int i = threadIdx.x; i < STAGES * padding_chunks; i += kThreads) {
-            const int piece = i % padding_chunks, of_x = (BM - tokens) * 8;
-            unsigned char* slot = ring + i / padding_chunks * kStageBytes;
-            unsigned char* padding = piece < of_x ? slot + tokens * kBlockChannels + piece * 16
-                                                  : slot + kScalesOffset + (tokens + piece - of_x) * 16;
-            *reinterpret_cast<int4*>(padding) = make_int4(0, 0, 0, 0);
-        }
-        ptxlab::fence_proxy_async();
-    }
-    if (threadIdx.x == 0) init_barriers(full, spread, empty);
+    if (schedule.tile_tokens < BM) clear_padding(stages, schedule.tile_tokens);
+    if (threadIdx.x == 0) init_barriers(ring);
     __syncthreads();
 
     ptxlab::Slot<STAGES> slot;
-    if (threadIdx.x < 128) {  // the warp group that loads: one thread in each of two warps issues copies
-        const bool elected = ptxlab::elect();
-        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const int pitch = blocks4 * kBlock4Bytes + (outliers > 0 ? kBlock8Bytes : 0);
-        const auto column = [&](int stage) {
-            return stage < blocks4 ? stage * kBlockGroups : K / GROUP;
-        };  // of its scales
-        const auto load_w = [&](int row_tile, int stage, unsigned char* stage_slot, u64* barrier) {
-            const int bytes = stage < blocks4 ? kBlock4Bytes : kBlock8Bytes;
-            ptxlab::mbarrier_arrive_expect(barrier, kStrips * bytes);
-#pragma unroll
-            for (int i = 0; i < kStrips; ++i) {  // past N the last one is loaded again
-                const int strip = min(row_tile * kStrips + i, all_strips - 1);
-                ptxlab::bulk_load(stage_slot + kWeightsOffset + i * kBlock8Bytes,
-                                  strips + size_t(strip) * pitch + stage * kBlock4Bytes, bytes, barrier);
-            }
-        };
-        const auto load_x = [&](int token, int stage, unsigned char* stage_slot, u64* barrier) {
-            const bool block4 = stage < blocks4;
-            ptxlab::mbarrier_arrive_expect(barrier, tokens * (kBlockChannels + 16));
-            ptxlab::tensor_load(stage_slot, &x, block4 ? stage * kBlockChannels : K, token, barrier);
-            ptxlab::tensor_load(stage_slot + kScalesOffset, &x_scale, column(stage) / 8 * 8, token, barrier);
-        };
-        const auto prepare = [&](int stage, unsigned char* stage_slot, int index) {  // by two warps: spread scales
-            const __half* token_scales =
-                reinterpret_cast<const __half*>(stage_slot + kScalesOffset) + column(stage) % 8;
-#pragma unroll
-            for (int i = 0; i < kBlockGroups; ++i)  // of outliers the second are not used
-                ptxlab::spread_scales<BM, kSpreaders>(
-                    reinterpret_cast<float*>(stage_slot + kSpreadOffset + i * kSpreadBytes),
-                    token_scales + (stage < blocks4 ? i : 0), threadIdx.x - (128 - kSpreaders));
-            ptxlab::mbarrier_arrive(&spread[index]);
-        };
-        if (kUneven) ptxlab::fewer_registers<kProducerRegisters>();
-        ptxlab::launch_dependents();
-        if (warp == 1) ptxlab::wait_for_predecessors();
-        ptxlab::load_tiles<kStageBytes>(slot, ring, full, empty, tiles, token_tiles, row_tiles, tokens, stages, warp,
-                                        elected, load_w, load_x, prepare TIMELINE_ARGUMENT);
+    if (threadIdx.x < 128) {
+        produce(arguments, schedule, blocks4, num_stages, ring, slot TIMELINE_ARGUMENT);
         return;
     }
+
+    // The consumer: a warp group that multiplies and scales.
     if (kUneven) ptxlab::more_registers<kConsumerRegisters>();
     ptxlab::Slot<STAGES> ahead;
     const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    unsigned char* buffer = buffers + (group * 4 + warp) * 512;
+    unsigned char* buffer = buffers + (group * 4 + warp) * kWarpBufferBytes;
     // Kept in registers, or the compiler works them out in every group: a lane's words of its warp's strip, its row's
     // scale, and its tokens'.
-    u32 words = ptxlab::shared_address(ring) + kWeightsOffset + (group * 4 + warp) * kBlock8Bytes + lane * 16;
+    u32 words = ptxlab::shared_address(stages) + kWeightsOffset + (group * 4 + warp) * kBlock8Bytes + lane * 16;
     u32 row_scales =
-        ptxlab::shared_address(ring) + kWeightsOffset + (group * 4 + warp) * kBlock8Bytes + 1024 + lane / 4 * 4;
-    u32 token_scales = ptxlab::shared_address(ring) + kSpreadOffset + lane % 4 * 16;
+        ptxlab::shared_address(stages) + kWeightsOffset + (group * 4 + warp) * kBlock8Bytes + 1024 + lane / 4 * 4;
+    u32 token_scales = ptxlab::shared_address(stages) + kSpreadOffset + lane % 4 * 16;
     ptxlab::pin(words), ptxlab::pin(row_scales), ptxlab::pin(token_scales);
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    for (int tile = blockIdx.x; tile < schedule.num_tiles; tile += gridDim.x) {
         float total[BM / 2] = {};
         const auto fetch4 = [&](u32(&a)[kGroupMmas][4], u32& rows, int i) {
             const int block_group = i % kBlockGroups;
@@ -162,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a4_sm90(
 #pragma unroll
             for (int k_unit = 0; k_unit < GROUP / 64; ++k_unit)
                 ptxlab::upper_halves(a + 2 * k_unit, ptxlab::load_shared_16(group_words + k_unit * 512));
-            const u64 x_tile = ptxlab::swizzled_128(ring + ahead.index * kStageBytes) + block_group * kGroupMmas * 2;
+            const u64 x_tile = ptxlab::swizzled_128(stages + ahead.index * kStageBytes) + block_group * kGroupMmas * 2;
             if (block_group == kBlockGroups - 1) ahead.advance();
             return x_tile;
         };
@@ -185,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a4_sm90(
                 const uint4 bytes = ptxlab::load_shared_16(words + ahead.index * kStageBytes + step * 512);
                 a[step][0] = bytes.x, a[step][1] = bytes.y, a[step][2] = bytes.z, a[step][3] = bytes.w;
             }
-            const u64 x_tile = ptxlab::swizzled_128(ring + ahead.index * kStageBytes);
+            const u64 x_tile = ptxlab::swizzled_128(stages + ahead.index * kStageBytes);
             ahead.advance();
             return x_tile;
         };
@@ -201,12 +240,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a4_sm90(
         // What the epilogue alone needs is worked out here: in the loop registers are scarce.
         // NOTE gemm_w4ax_sm90 has the same lines. In a shared function ptxas puts the instructions in another order.
         PHASE(EPILOGUE);
-        const ptxlab::TileCoord coord = ptxlab::tile_coord(tile, token_tiles, row_tiles);
-        const int token0 = coord.token_tile * tokens, n0 = (coord.row_tile * kStrips + group * 4 + warp) * 16;
+        const ptxlab::TileCoord coord = ptxlab::tile_coord(tile, schedule.num_token_tiles, schedule.num_row_tiles);
+        const int token0 = coord.token_tile * schedule.tile_tokens,
+                  n0 = (coord.row_tile * kStrips + group * 4 + warp) * 16;
         float row_bias[2];
         // Without a bias -0 is added: x + -0 is x, also for x = -0.
 #pragma unroll
         for (int r = 0; r < 2; ++r) row_bias[r] = bias ? bias[min(n0 + lane / 4 + 8 * r, N - 1)] : -0.0f;
-        ptxlab::store_totals<OUT, BM>(total, row_bias, y, buffer, lane, token0, n0, min(M, token0 + tokens), N);
+        ptxlab::store_totals<OUT, BM>(total, row_bias, y, buffer, lane, token0, n0,
+                                      min(M, token0 + schedule.tile_tokens), N);
     }
 }

@@ -44,14 +44,104 @@ using ptxlab::u32;
 using ptxlab::u64;
 static_assert(GROUP != 0 || !SIGNED, "a zero point leaves with the token sum");
 using Stage = ptxlab::StripStage<BM, BK, STRIPS, GROUP>;
+using Ring = ptxlab::StripRing<Stage, STAGES>;
 using TokenConstants = ptxlab::TokenConstants<BM>;
 constexpr int kBlockBytes = Stage::BLOCK;  // of 128 channels of a strip
 static_assert(STRIPS <= WN * MN * 4, "a warp has MN strips");
 static_assert(WN <= 3, "registers");
 
 constexpr int kThreads = 128 * (WN + 1);
-constexpr int kWarpBufferBytes = 512;  // in which a warp transposes results
+constexpr int kStageBlocks = BK / 128, kWarpStrips = (STRIPS + 3) / 4;  // of a stage; that a warp asks for at most
+constexpr int kThreadTokens = (BM + 127) / 128;                         // whose scales a thread of a warp group loads
+constexpr int kWarpBufferBytes = 512;                                   // in which a warp transposes results
 constexpr int kConsumerRegisters = WN <= 2 ? 232 : 152, kProducerRegisters = 40;
+
+struct Arguments {
+    const unsigned char *strips, *w_zero;
+    const ptxlab::TensorMap* x;
+    const float *w_scale, *bias;
+    int M, N;
+};
+
+__device__ __forceinline__ void init_barriers(const Ring& ring) {
+    for (int s = 0; s < STAGES; ++s) {
+        ptxlab::mbarrier_init(&ring.full[s], 4);
+        ptxlab::mbarrier_init(&ring.empty[s], 128 * WN);
+    }
+    ptxlab::fence_mbarrier_init();
+}
+
+// Constants of the lane's rows of W, and where its warp's strips lie in the ring's first slot. A warp without a strip
+// takes the last one again.
+__device__ __forceinline__ void load_row_constants(float (&w_scale)[MN][2], float (&bias)[MN][2], int (&zero)[MN][2],
+                                                   u32 (&strip_address)[MN], const Arguments& arguments,
+                                                   const unsigned char* stages, const ptxlab::ExpertTile& tile,
+                                                   int strip0, int height, int wn, int warp, int lane) {
+    const int N = arguments.N;
+#pragma unroll
+    for (int h = 0; h < MN; ++h) {
+        const int strip = (wn * MN + h) * 4 + warp, n = (strip0 + strip) * 16 + lane / 4;
+        strip_address[h] = ptxlab::shared_address(stages) + Stage::X_BYTES + min(strip, height - 1) * Stage::W_SLOT;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const size_t row = size_t(tile.expert) * N + min(n + 8 * r, N - 1);
+            w_scale[h][r] = arguments.w_scale[row];
+            zero[h][r] = GROUP == 0 ? arguments.w_zero[row] : 128;
+            bias[h][r] = arguments.bias ? arguments.bias[row] : -0.0f;
+        }
+    }
+}
+
+// How W is cut into row tiles, and K into stages.
+struct Schedule {
+    int w_blocks, num_stages;  // of 128 and of BK channels
+    int num_strips, num_row_tiles;
+    ptxlab::RowTiles row_tiles;
+
+    __device__ __forceinline__ Schedule(int N, int K)
+        : w_blocks((K + 127) / 128), num_stages((K + BK - 1) / BK), num_strips((N + 15) / 16),
+          num_row_tiles((num_strips + STRIPS - 1) / STRIPS), row_tiles(num_strips, num_row_tiles) {}
+};
+
+// The warp group that loads. One thread of each warp asks the copy engine: for every fourth strip; in the last warp, which
+// has the fewest strips, for X too.
+__device__ __forceinline__ void produce(const Arguments& arguments, const Schedule& schedule, const Ring& ring,
+                                        ptxlab::ExpertTiles<BM>& tiles, ptxlab::ExpertTile& tile,
+                                        ptxlab::Slot<STAGES>& slot TIMELINE_PARAMETER) {
+    ptxlab::fewer_registers<kProducerRegisters>();
+    const bool elected = ptxlab::elect();
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    const u32 pitch = schedule.w_blocks * kBlockBytes, ring_address = ptxlab::shared_address(ring.stages),
+              full_address = ptxlab::shared_address(ring.full);
+    for (int tile_index = blockIdx.x; tiles.find(tile_index, tile); tile_index += gridDim.x) {
+        const int strip0 = schedule.row_tiles.first_strip(tile.row_tile) + warp,
+                  height = schedule.row_tiles.first_strip(tile.row_tile + 1) - strip0;
+        const int warp_strips = max(0, height + 3) / 4;  // every fourth strip
+        const unsigned char* w = arguments.strips + (size_t(tile.expert) * schedule.num_strips + strip0) * pitch;
+        for (int stage = 0; stage < schedule.num_stages; ++stage, slot.advance(), w += kStageBlocks * kBlockBytes) {
+            const u32 bytes = min(kStageBlocks, schedule.w_blocks - stage * kStageBlocks) * kBlockBytes,
+                      barrier = full_address + slot.index * 8;
+            const u32 x_slot = ring_address + slot.index * Stage::BYTES;
+            PHASE(WAIT_GROUP);
+            ptxlab::mbarrier_wait(&ring.empty[slot.index], slot.parity ^ 1);
+            PHASE(LOAD);
+            if (elected) {
+                ptxlab::mbarrier_arrive_expect(&ring.full[slot.index],
+                                               (warp == 3 ? Stage::X_BYTES : 0) + warp_strips * bytes);
+#pragma unroll
+                for (int i = 0; i < kWarpStrips; ++i)
+                    if (i < warp_strips)
+                        ptxlab::bulk_load(x_slot + Stage::X_BYTES + (warp + 4 * i) * Stage::W_SLOT,
+                                          w + size_t(4 * i * pitch), bytes, barrier);
+            }
+#pragma unroll
+            for (int i = 0; i < kStageBlocks; ++i)  // X by the last warp, which has the fewest strips
+                if (elected && warp == 3)
+                    ptxlab::tensor_load(x_slot + i * BM * 128, arguments.x, (stage * kStageBlocks + i) * 128,
+                                        tile.token0, barrier);
+        }
+    }
+}
 
 }  // namespace
 
@@ -66,112 +156,53 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_grouped_sm90
     const float* __restrict__ bias,               // f32 [E, N], or null
     void* __restrict__ y,                         // [M, N], by OUT
     int M, int N, int K, int E) {
-    extern __shared__ __align__(1024) unsigned char ring[];
+    extern __shared__ __align__(1024) unsigned char stages[];  // then buffers, TokenConstants
     __shared__ u64 full[STAGES], empty[STAGES];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
-    if (threadIdx.x == 128) {  // not a warp that copies: those have divisions to do first
-        for (int s = 0; s < STAGES; ++s) {
-            ptxlab::mbarrier_init(&full[s], 4);
-            ptxlab::mbarrier_init(&empty[s], 128 * WN);
-        }
-        ptxlab::fence_mbarrier_init();
-    }
-    const int w_blocks = (K + 127) / 128, stages = (K + BK - 1) / BK;
-    const int all_strips = (N + 15) / 16, row_tiles = (all_strips + STRIPS - 1) / STRIPS;
-    // strips of a row tile; tiles that have one more
-    const int tile_strips = all_strips / row_tiles, taller_tiles = all_strips % row_tiles;
-    const auto strip_of = [&](int row_tile) { return row_tile * tile_strips + min(row_tile, taller_tiles); };
-
-    unsigned char* buffers = ring + STAGES * Stage::BYTES;  // 512 bytes of each warp
+    const Ring ring{stages, full, empty};
+    const Arguments arguments{strips, w_zero, &x, w_scale, bias, M, N};
+    if (threadIdx.x == 128) init_barriers(ring);  // not by the producer, which has divisions to do
+    const Schedule schedule(N, K);
+    unsigned char* buffers = stages + STAGES * Stage::BYTES;  // 512 bytes of each warp
     TokenConstants* token_constants = reinterpret_cast<TokenConstants*>(buffers + WN * 4 * kWarpBufferBytes);
 
     if (threadIdx.x == 0) ptxlab::launch_dependents();
     ptxlab::wait_for_predecessors();
-    ptxlab::ExpertTiles<BM> tiles(offsets, E, row_tiles);
+    ptxlab::ExpertTiles<BM> tiles(offsets, E, schedule.num_row_tiles);
     ptxlab::ExpertTile tile;
     __syncthreads();
 
     ptxlab::Slot<STAGES> slot;
-    if (threadIdx.x < 128) {  // the warp group that loads: one thread of each warp issues copies
-        ptxlab::fewer_registers<kProducerRegisters>();
-        const bool elected = ptxlab::elect();
-        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const u32 pitch = w_blocks * kBlockBytes, ring_address = ptxlab::shared_address(ring),
-                  full_address = ptxlab::shared_address(full);
-        for (int tile_index = blockIdx.x; tiles.find(tile_index, tile); tile_index += gridDim.x) {
-            const int strip0 = strip_of(tile.row_tile) + warp, height = strip_of(tile.row_tile + 1) - strip0;
-            const int warp_strips = max(0, height + 3) / 4;  // every fourth strip
-            const unsigned char* w = strips + (size_t(tile.expert) * all_strips + strip0) * pitch;
-            for (int stage = 0; stage < stages; ++stage, slot.advance(), w += BK / 128 * kBlockBytes) {
-                const u32 bytes = min(BK / 128, w_blocks - stage * (BK / 128)) * kBlockBytes,
-                          barrier = full_address + slot.index * 8;
-                const u32 x_slot = ring_address + slot.index * Stage::BYTES;
-                PHASE(WAIT_GROUP);
-                ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);
-                PHASE(LOAD);
-                if (elected) {
-                    ptxlab::mbarrier_arrive_expect(&full[slot.index],
-                                                   (warp == 3 ? Stage::X_BYTES : 0) + warp_strips * bytes);
-#pragma unroll
-                    for (int i = 0; i < (STRIPS + 3) / 4; ++i)
-                        if (i < warp_strips)
-                            ptxlab::bulk_load(x_slot + Stage::X_BYTES + (warp + 4 * i) * Stage::W_SLOT,
-                                              w + size_t(4 * i * pitch), bytes, barrier);
-                }
-#pragma unroll
-                for (int i = 0; i < BK / 128; ++i)  // X by the last warp, which has the fewest strips
-                    if (elected && warp == 3)
-                        ptxlab::tensor_load(x_slot + i * BM * 128, &x, (stage * (BK / 128) + i) * 128, tile.token0,
-                                            barrier);
-            }
-        }
+    if (threadIdx.x < 128) {
+        produce(arguments, schedule, ring, tiles, tile, slot TIMELINE_ARGUMENT);
         return;
     }
+
+    // The consumer: a warp group that dequantises and multiplies.
     ptxlab::more_registers<kConsumerRegisters>();
     const int wn = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     TokenConstants* group_constants = token_constants + wn;
     for (int tile_index = blockIdx.x; tiles.find(tile_index, tile); tile_index += gridDim.x) {
-        const int strip0 = strip_of(tile.row_tile), end_strip = strip_of(tile.row_tile + 1),
-                  height = end_strip - strip0;
+        const int strip0 = schedule.row_tiles.first_strip(tile.row_tile),
+                  end_strip = schedule.row_tiles.first_strip(tile.row_tile + 1), height = end_strip - strip0;
         PHASE(SETUP);
         int acc[MN][BM / 2] = {};
         u32 a[2][MN][2][4];
         u32 strip_address[MN];
         float row_scale[MN][2], row_bias[MN][2];
         int row_zero[MN][2];
-#pragma unroll
-        for (int h = 0; h < MN; ++h) {
-            const int strip = (wn * MN + h) * 4 + warp, n = (strip0 + strip) * 16 + lane / 4;
-            strip_address[h] = ptxlab::shared_address(ring) + Stage::X_BYTES + min(strip, height - 1) * Stage::W_SLOT;
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const size_t row = size_t(tile.expert) * N + min(n + 8 * r, N - 1);
-                row_scale[h][r] = w_scale[row];
-                row_zero[h][r] = GROUP == 0 ? w_zero[row] : 128;
-                // Without a bias -0 is added: x + -0 is x, also for x = -0.
-                row_bias[h][r] = bias ? bias[row] : -0.0f;
-            }
-        }
-        float token_scale[(BM + 127) / 128];
-        int token_sum[(BM + 127) / 128];
-#pragma unroll
-        for (int i = 0; i < (BM + 127) / 128; ++i) {
-            const int token = min(tile.token0 + i * 128 + thread, M - 1);
-            token_scale[i] = OUT == 3 ? 1 : x_scale[token], token_sum[i] = SIGNED ? 0 : x_sum[token];
-        }
+        load_row_constants(row_scale, row_bias, row_zero, strip_address, arguments, stages, tile, strip0, height, wn,
+                           warp, lane);
+        float token_scale[kThreadTokens];
+        int token_sum[kThreadTokens];
+        ptxlab::load_token_constants<OUT != 3, !SIGNED>(token_scale, token_sum, x_scale, x_sum, tile.token0, M, thread);
         uint4 words[2][MN];
         Stage::Constants constants[MN], next_constants[MN];
-        ptxlab::multiply_strips<Stage, 1, SIGNED, false>(acc, a, strip_address, words, constants, next_constants, ring,
-                                                         full, empty, slot, 0, stages, w_blocks,
-                                                         lane TIMELINE_ARGUMENT);
+        ptxlab::multiply_strips<Stage, 1, SIGNED, false>(acc, a, strip_address, words, constants, next_constants,
+                                                         stages, full, empty, slot, 0, schedule.num_stages,
+                                                         schedule.w_blocks, lane TIMELINE_ARGUMENT);
 
-        ptxlab::sync_warp_group(wn);  // the group_constants of the tile before have been used
-#pragma unroll
-        for (int i = 0; i < (BM + 127) / 128; ++i)
-            if (i * 128 + thread < BM)
-                group_constants->x_scale[i * 128 + thread] = token_scale[i],
-                                                   group_constants->x_sum[i * 128 + thread] = token_sum[i];
-        ptxlab::sync_warp_group(wn);
+        ptxlab::share_token_constants(group_constants, token_scale, token_sum, wn, thread);
 #pragma unroll
         for (int h = 0; h < MN; ++h) {
             PHASE(EPILOGUE);

@@ -54,17 +54,55 @@ constexpr int kPitch = ROWS * 16 + SUM_PAD, kSums = BM * kPitch;            // l
 constexpr int kPartRows = FUSED == ptxlab::SILU_MUL ? 16 : 8, kStripParts = 16 / kPartRows, kParts = ROWS * kStripParts;
 constexpr int kLaneTokens = (BM * kParts + 31) / 32;
 
-__device__ __forceinline__ void init_barriers(u64* full, u64* empty, u64* summed, u64* cleared) {
-    for (int s = 0; s < STAGES; ++s) {
-        ptxlab::mbarrier_init(&full[s], 1);
-        ptxlab::mbarrier_init(&empty[s], 32 * kConsumerWarps);
+// `full` when the copies of a stage have come, `empty` when its warps have multiplied; of the two tiles of sums `summed`
+// when all warps have added theirs, `cleared` when the epilogue has taken them.
+struct Barriers {
+    u64 *full, *empty, *summed, *cleared;
+
+    __device__ __forceinline__ void init() const {
+        for (int s = 0; s < STAGES; ++s) {
+            ptxlab::mbarrier_init(&full[s], 1);
+            ptxlab::mbarrier_init(&empty[s], 32 * kConsumerWarps);
+        }
+        for (int b = 0; b < 2; ++b) {
+            ptxlab::mbarrier_init(&summed[b], 32 * kConsumerWarps);
+            ptxlab::mbarrier_init(&cleared[b], 32);
+        }
+        ptxlab::fence_mbarrier_init();
     }
-    for (int b = 0; b < 2; ++b) {
-        ptxlab::mbarrier_init(&summed[b], 32 * kConsumerWarps);
-        ptxlab::mbarrier_init(&cleared[b], 32);
-    }
-    ptxlab::fence_mbarrier_init();
-}
+};
+
+struct Arguments {
+    const unsigned char* strips;
+    const float* w_scale;
+    const unsigned char* w_zero;
+    const ptxlab::TensorMap& x;
+    const float* x_scale;
+    const int* x_sum;
+    const float* bias;
+    void* y;
+    int M, N;
+};
+
+// Strips of this block: every `strip_step`-th, from the first on; and the stages that one is cut into.
+struct Schedule {
+    int w_blocks;  // of 128 channels
+    int num_stages, num_strips, strip_step, first_strip;
+
+    __device__ __forceinline__ Schedule(int N, int K)
+        : w_blocks((K + 127) / 128), num_stages((w_blocks + SLICES - 1) / SLICES), num_strips((N + 15) / 16),
+          strip_step(gridDim.x), first_strip(blockIdx.x) {}
+};
+
+// In shared memory: all of X, the ring of W's stages, two tiles of sums [2][BM][kPitch].
+struct Buffers {
+    unsigned char *x, *ring;
+    int* sums;
+
+    __device__ __forceinline__ Buffers(unsigned char* begin, const Schedule& schedule)
+        : x(begin), ring(begin + schedule.num_stages * kXBytes),
+          sums(reinterpret_cast<int*>(ring + STAGES * ROWS * kWBytes)) {}
+};
 
 __device__ __forceinline__ void multiply(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if (SIGNED) ptxlab::mma_s8(d, a[0], a[1], a[2], a[3], b0, b1);
@@ -95,6 +133,123 @@ __device__ __forceinline__ void load_row_constants(float (&row_scale)[kPartRows]
     }
 }
 
+// The warp that loads: one thread issues the copies.
+__device__ __forceinline__ void produce(const Arguments& arguments, const Schedule& schedule, const Buffers& buffers,
+                                        const Barriers& barriers, ptxlab::Slot<STAGES>& slot TIMELINE_PARAMETER) {
+    const bool elected = ptxlab::elect();
+    const u32 pitch = schedule.w_blocks * kBlockBytes;  // bytes of a strip
+    const auto load_w = [&](int strip0, int stage, int slot_index) {
+        const u32 bytes = min(SLICES, schedule.w_blocks - stage * SLICES) * kBlockBytes;
+        u32 expected = strip0 != schedule.first_strip ? 0
+                       : ORDER == 1 ? kXBytes
+                                    : min(SLICES, schedule.w_blocks - stage * SLICES) * 128 * arguments.M;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) expected += strip0 + i * schedule.strip_step < schedule.num_strips ? bytes : 0;
+        if (elected) ptxlab::mbarrier_arrive_expect(&barriers.full[slot_index], expected);
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+            if (strip0 + i * schedule.strip_step < schedule.num_strips && elected)
+                ptxlab::bulk_load(buffers.ring + (slot_index * ROWS + i) * kWBytes,
+                                  arguments.strips + size_t(strip0 + i * schedule.strip_step) * pitch + stage * kWBytes,
+                                  bytes, &barriers.full[slot_index]);
+    };
+    const auto load_x = [&](int stage, int slot_index) {
+        unsigned char* x_slot = buffers.x + stage * kXBytes;
+        if (ORDER == 1) {
+            if (elected)
+                ptxlab::tensor_load(x_slot, &arguments.x, 0, stage * (kXBytes / 128), &barriers.full[slot_index]);
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < min(SLICES, schedule.w_blocks - stage * SLICES); ++i)
+                if (elected)
+                    ptxlab::tensor_load(x_slot + i * 128 * BM, &arguments.x, (stage * SLICES + i) * 128, 0,
+                                        &barriers.full[slot_index]);
+        }
+    };
+    if (elected) barriers.init();
+    __syncwarp();
+    PHASE(LOAD);
+    load_w(schedule.first_strip, 0, 0);   // weights do not wait for the kernel before
+    ptxlab::arrive_threads(0, kThreads);  // without waiting for the others, which fill X up with zeros first
+    ptxlab::wait_for_predecessors();
+    for (int strip0 = schedule.first_strip; strip0 < schedule.num_strips; strip0 += ROWS * schedule.strip_step)
+        for (int stage = 0; stage < schedule.num_stages; ++stage, slot.advance()) {
+            if (strip0 != schedule.first_strip || stage > 0) {
+                PHASE(WAIT_GROUP);
+                // The first round finds the slots empty.
+                ptxlab::mbarrier_wait(&barriers.empty[slot.index], slot.parity ^ 1);
+                PHASE(LOAD);
+                load_w(strip0, stage, slot.index);
+            }
+            if (strip0 == schedule.first_strip) load_x(stage, slot.index);
+        }
+    if (elected) ptxlab::launch_dependents();  // its loads would come between these
+}
+
+// Zeros in the sums, and in the tokens that fill up row-major X. These come by no copy: rows outside the matrix are slow
+// to come. By the warps that multiply.
+__device__ __forceinline__ void clear_shared_memory(const Arguments& arguments, const Schedule& schedule,
+                                                    const Buffers& buffers, int warp) {
+    for (int i = threadIdx.x; i < 2 * kSums; i += 32 * kConsumerWarps) buffers.sums[i] = 0;
+    const int padding_chunks = (BM - arguments.M) * 8;  // 16 bytes each, of 128 channels
+    for (int block = warp; ORDER == 0 && block < schedule.w_blocks; block += kConsumerWarps)
+        for (int i = threadIdx.x % 32; i < padding_chunks; i += 32)
+            *reinterpret_cast<int4*>(buffers.x + (block * BM + arguments.M) * 128 + i * 16) = make_int4(0, 0, 0, 0);
+}
+
+// The warp that turns sums into results.
+__device__ __forceinline__ void write_results(const Arguments& arguments, const Schedule& schedule,
+                                              const Buffers& buffers, const Barriers& barriers TIMELINE_PARAMETER) {
+    const int lane = threadIdx.x % 32;
+    int buffer = 0, parity = 0;          // of the tiles of sums
+    const int row_part = lane % kParts;  // kPartRows rows of the ROWS * 16
+    float token_scale[kLaneTokens];
+    int token_sum[kLaneTokens];
+    for (int strip0 = schedule.first_strip; strip0 < schedule.num_strips; strip0 += ROWS * schedule.strip_step) {
+        const int n = (strip0 + row_part / kStripParts * schedule.strip_step) * 16 + row_part % kStripParts * kPartRows;
+        const bool inside = n < arguments.N;
+        float row_scale[kPartRows] = {}, row_bias[kPartRows] = {};
+        int row_zero[kPartRows];
+        load_row_constants(row_scale, row_bias, row_zero, arguments.w_scale, arguments.bias, arguments.w_zero, n,
+                           inside);
+        if (strip0 == schedule.first_strip) {
+            ptxlab::wait_for_predecessors();
+#pragma unroll
+            for (int i = 0; i < kLaneTokens; ++i) {
+                const int token = (i * 32 + lane) / kParts;
+                token_scale[i] = OUT != 3 && token < arguments.M ? arguments.x_scale[token] : 1;
+                token_sum[i] = !SIGNED && token < arguments.M ? arguments.x_sum[token] : 0;
+            }
+        }
+        PHASE(WAIT_GROUP);
+        ptxlab::mbarrier_wait(&barriers.summed[buffer], parity);
+        PHASE(EPILOGUE);
+#pragma unroll
+        for (int i = 0; i < kLaneTokens; ++i) {
+            const int token = (i * 32 + lane) / kParts;
+            if (token >= arguments.M) continue;
+            int4* part_sums =
+                reinterpret_cast<int4*>(buffers.sums + buffer * kSums + token * kPitch + row_part * kPartRows);
+            int v[kPartRows];
+#pragma unroll
+            for (int j = 0; j < kPartRows / 4; ++j) {
+                const int4 four = part_sums[j];
+                v[4 * j] = four.x, v[4 * j + 1] = four.y, v[4 * j + 2] = four.z, v[4 * j + 3] = four.w;
+            }
+#pragma unroll
+            for (int j = kPartRows / 4 - 1; j >= 0; --j) part_sums[j] = make_int4(0, 0, 0, 0);
+#pragma unroll
+            for (int j = 0; j < kPartRows; ++j) v[j] -= row_zero[j] * token_sum[i];
+            if (!inside) continue;
+            const size_t index = size_t(token) * (arguments.N / (kPartRows / 8)) + n / (kPartRows / 8);
+            if (arguments.bias) ptxlab::store_8<OUT, FUSED>(arguments.y, index, v, token_scale[i], row_scale, row_bias);
+            else ptxlab::store_8<OUT, FUSED>(arguments.y, index, v, token_scale[i], row_scale, nullptr);
+        }
+        ptxlab::mbarrier_arrive(&barriers.cleared[buffer]);
+        if ((buffer ^= 1) == 0) parity ^= 1;
+    }
+}
+
 }  // namespace
 
 // What the kernel before may be writing is not __restrict__: ptxas moves a read-only load ahead of griddepcontrol.wait.
@@ -110,135 +265,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) gemm_w4a8_small
     int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char x_tile[];
     __shared__ u64 full[STAGES], empty[STAGES], summed[2], cleared[2];
-    const int w_blocks = (K + 127) / 128, stages = (w_blocks + SLICES - 1) / SLICES;
-    // Strips of this block: every `blocks`-th, from the first on.
-    const int num_strips = (N + 15) / 16, blocks = gridDim.x, first_strip = blockIdx.x;
+    const Schedule schedule(N, K);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     TIMELINE_THREAD(lane == 0 && (warp == 0 || warp >= kConsumerWarps));
-    unsigned char* ring = x_tile + stages * kXBytes;
-    int* sums = reinterpret_cast<int*>(ring + STAGES * ROWS * kWBytes);  // [2][BM][kPitch]
-
+    const Buffers buffers(x_tile, schedule);
+    const Arguments arguments{strips, w_scale, w_zero, x, x_scale, x_sum, bias, y, M, N};
+    const Barriers barriers{full, empty, summed, cleared};
     ptxlab::Slot<STAGES> slot;
-    // NOTE the roles stay in one body: as functions of their own ptxas gives them other registers.
-    if (warp == kProducerWarp) {  // one thread issues the copies
-        const bool elected = ptxlab::elect();
-        const u32 pitch = w_blocks * kBlockBytes;  // bytes of a strip
-        const auto load_w = [&](int strip0, int stage, int slot_index) {
-            const u32 bytes = min(SLICES, w_blocks - stage * SLICES) * kBlockBytes;
-            u32 expected = strip0 != first_strip ? 0
-                           : ORDER == 1          ? kXBytes
-                                                 : min(SLICES, w_blocks - stage * SLICES) * 128 * M;
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i) expected += strip0 + i * blocks < num_strips ? bytes : 0;
-            if (elected) ptxlab::mbarrier_arrive_expect(&full[slot_index], expected);
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i)
-                if (strip0 + i * blocks < num_strips && elected)
-                    ptxlab::bulk_load(ring + (slot_index * ROWS + i) * kWBytes,
-                                      strips + size_t(strip0 + i * blocks) * pitch + stage * kWBytes, bytes,
-                                      &full[slot_index]);
-        };
-        const auto load_x = [&](int stage, int slot_index) {
-            unsigned char* x_slot = x_tile + stage * kXBytes;
-            if (ORDER == 1) {
-                if (elected) ptxlab::tensor_load(x_slot, &x, 0, stage * (kXBytes / 128), &full[slot_index]);
-            } else {
-#pragma unroll 1
-                for (int i = 0; i < min(SLICES, w_blocks - stage * SLICES); ++i)
-                    if (elected)
-                        ptxlab::tensor_load(x_slot + i * 128 * BM, &x, (stage * SLICES + i) * 128, 0,
-                                            &full[slot_index]);
-            }
-        };
-        if (elected) init_barriers(full, empty, summed, cleared);
-        __syncwarp();
-        PHASE(LOAD);
-        load_w(first_strip, 0, 0);            // weights do not wait for the kernel before
-        ptxlab::arrive_threads(0, kThreads);  // without waiting for the others, which fill X up with zeros first
-        ptxlab::wait_for_predecessors();
-        for (int strip0 = first_strip; strip0 < num_strips; strip0 += ROWS * blocks)
-            for (int stage = 0; stage < stages; ++stage, slot.advance()) {
-                if (strip0 != first_strip || stage > 0) {
-                    PHASE(WAIT_GROUP);
-                    ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
-                    PHASE(LOAD);
-                    load_w(strip0, stage, slot.index);
-                }
-                if (strip0 == first_strip) load_x(stage, slot.index);
-            }
-        // Only now, as the loads of the kernel behind this one would come between these copies.
-        if (elected) ptxlab::launch_dependents();
+    if (warp == kProducerWarp) {
+        produce(arguments, schedule, buffers, barriers, slot TIMELINE_ARGUMENT);
         return;
     }
-    if (warp < kConsumerWarps) {
-        for (int i = threadIdx.x; i < 2 * kSums; i += 32 * kConsumerWarps) sums[i] = 0;
-        // Row-major X comes without the tokens that fill up the tile: rows outside the matrix are slow to come.
-        const int padding_chunks = (BM - M) * 8;  // 16 bytes each, of 128 channels
-        for (int block = warp; ORDER == 0 && block < w_blocks; block += kConsumerWarps)
-            for (int i = lane; i < padding_chunks; i += 32)
-                *reinterpret_cast<int4*>(x_tile + (block * BM + M) * 128 + i * 16) = make_int4(0, 0, 0, 0);
-    }
+    if (warp < kConsumerWarps) clear_shared_memory(arguments, schedule, buffers, warp);
     ptxlab::sync_threads(0, kThreads);
-    int buffer = 0, parity = 0;              // of the tiles of sums
-    if (warp == kEpilogueWarp) {             // sums -> outputs
-        const int row_part = lane % kParts;  // kPartRows rows of the ROWS * 16
-        float token_scale[kLaneTokens];
-        int token_sum[kLaneTokens];
-        for (int strip0 = first_strip; strip0 < num_strips; strip0 += ROWS * blocks) {
-            const int n = (strip0 + row_part / kStripParts * blocks) * 16 + row_part % kStripParts * kPartRows;
-            const bool inside = n < N;
-            float row_scale[kPartRows] = {}, row_bias[kPartRows] = {};
-            int row_zero[kPartRows];
-            load_row_constants(row_scale, row_bias, row_zero, w_scale, bias, w_zero, n, inside);
-            if (strip0 == first_strip) {
-                ptxlab::wait_for_predecessors();
-#pragma unroll
-                for (int i = 0; i < kLaneTokens; ++i) {
-                    const int token = (i * 32 + lane) / kParts;
-                    token_scale[i] = OUT != 3 && token < M ? x_scale[token] : 1;
-                    token_sum[i] = !SIGNED && token < M ? x_sum[token] : 0;
-                }
-            }
-            PHASE(WAIT_GROUP);
-            ptxlab::mbarrier_wait(&summed[buffer], parity);
-            PHASE(EPILOGUE);
-#pragma unroll
-            for (int i = 0; i < kLaneTokens; ++i) {
-                const int token = (i * 32 + lane) / kParts;
-                if (token >= M) continue;
-                int4* part_sums =
-                    reinterpret_cast<int4*>(sums + buffer * kSums + token * kPitch + row_part * kPartRows);
-                int v[kPartRows];
-#pragma unroll
-                for (int j = 0; j < kPartRows / 4; ++j) {
-                    const int4 four = part_sums[j];
-                    v[4 * j] = four.x, v[4 * j + 1] = four.y, v[4 * j + 2] = four.z, v[4 * j + 3] = four.w;
-                }
-#pragma unroll
-                for (int j = kPartRows / 4 - 1; j >= 0; --j) part_sums[j] = make_int4(0, 0, 0, 0);
-#pragma unroll
-                for (int j = 0; j < kPartRows; ++j) v[j] -= row_zero[j] * token_sum[i];
-                if (!inside) continue;
-                const size_t index = size_t(token) * (N / (kPartRows / 8)) + n / (kPartRows / 8);
-                if (bias) ptxlab::store_8<OUT, FUSED>(y, index, v, token_scale[i], row_scale, row_bias);
-                else ptxlab::store_8<OUT, FUSED>(y, index, v, token_scale[i], row_scale, nullptr);
-            }
-            ptxlab::mbarrier_arrive(&cleared[buffer]);
-            if ((buffer ^= 1) == 0) parity ^= 1;
-        }
+    if (warp == kEpilogueWarp) {
+        write_results(arguments, schedule, buffers, barriers TIMELINE_ARGUMENT);
         return;
     }
-    // A warp that multiplies: one of the ROWS strips, one slice of a stage.
+
+    // A warp that multiplies: one of the ROWS strips, one slice of a stage. NOTE as a function of its own, or with
+    // `buffer` ahead of `parity`, ptxas gives it other registers.
+    int parity = 0, buffer = 0;  // of the tiles of sums
     const int strip = warp / SLICES, slice = warp % SLICES, g = lane / 4;
-    for (int strip0 = first_strip; strip0 < num_strips; strip0 += ROWS * blocks) {
-        const bool has_strip = strip0 + strip * blocks < num_strips;
+    for (int strip0 = schedule.first_strip; strip0 < schedule.num_strips; strip0 += ROWS * schedule.strip_step) {
+        const bool has_strip = strip0 + strip * schedule.strip_step < schedule.num_strips;
         int acc[kTokenTiles][4] = {};
-        for (int stage = 0; stage < stages; ++stage, slot.advance()) {
+        for (int stage = 0; stage < schedule.num_stages; ++stage, slot.advance()) {
             const int block = stage * SLICES + slice;
             PHASE(WAIT_COPY);
             ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-            if (has_strip && block < w_blocks) {
-                const unsigned char* w = ring + (slot.index * ROWS + strip) * kWBytes + slice * kBlockBytes;
+            if (has_strip && block < schedule.w_blocks) {
+                const unsigned char* w = buffers.ring + (slot.index * ROWS + strip) * kWBytes + slice * kBlockBytes;
                 const uint4 words[2] = {*reinterpret_cast<const uint4*>(w + lane * 16),
                                         *reinterpret_cast<const uint4*>(w + 512 + lane * 16)};
                 ptxlab::StripConstants<GROUP> constants;
@@ -264,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) gemm_w4a8_small
         PHASE(REDUCE);
         ptxlab::mbarrier_wait(&cleared[buffer], parity ^ 1);  // the first two tiles of sums start clear
         if (has_strip) {
-            int* strip_sums = sums + buffer * kSums + strip * 16 + g;
+            int* strip_sums = buffers.sums + buffer * kSums + strip * 16 + g;
 #pragma unroll
             for (int m = 0; m < kTokenTiles; ++m)
 #pragma unroll

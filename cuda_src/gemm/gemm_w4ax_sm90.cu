@@ -46,7 +46,8 @@ constexpr int kPackedOffset = 2 * kHalfBytes, kScalesOffset = 3 * kHalfBytes,
               kSpreadOffset = kScalesOffset + BM * 16;  // where they lie in a stage, behind X
 constexpr int kWeightsOffset = kSpreadOffset + ptxlab::SPREAD_BYTES<BM>;
 constexpr int kStageBytes = (kWeightsOffset + kStrips * kBlockBytes + 1023) / 1024 * 1024;
-constexpr bool kUneven = WN > 1;  // whether the warp groups that multiply get registers of the one that loads
+constexpr int kWarpBufferBytes = 512;  // in which a warp transposes results
+constexpr bool kUneven = WN > 1;       // whether the warp groups that multiply get registers of the one that loads
 constexpr int kConsumerRegisters = ptxlab::CONSUMER_REGISTERS[WN], kProducerRegisters = ptxlab::PRODUCER_REGISTERS[WN];
 static_assert(WN <= 4, "CONSUMER_REGISTERS and PRODUCER_REGISTERS have no more");
 static_assert(BM <= 128, "sums and totals have a register each");
@@ -73,13 +74,94 @@ __device__ __forceinline__ void unpack(unsigned char* x, int tokens, int thread)
     }
 }
 
-__device__ __forceinline__ void init_barriers(u64* full, u64* unpacked, u64* empty) {
+struct Arguments {
+    const unsigned char* strips;
+    const ptxlab::TensorMap *x, *x_scale;
+    int K4;
+};
+
+// The stages in shared memory and their barriers: `full` when the copies have come, `unpacked` when X is bytes and its
+// scales are spread, `empty` when the warp groups have multiplied.
+struct Ring {
+    unsigned char* stages;
+    u64 *full, *unpacked, *empty;
+};
+
+// How Y is cut into tiles, and K into stages: of INT4 blocks, then of INT8.
+struct Schedule {
+    int num_token_tiles, num_strips, num_row_tiles, num_tiles;
+    int tile_tokens, blocks4, num_stages;
+
+    __device__ __forceinline__ Schedule(int M, int N, int K4, int K8)
+        : num_token_tiles((M + BM - 1) / BM), num_strips((N + 15) / 16),
+          num_row_tiles((num_strips + kStrips - 1) / kStrips), num_tiles(num_token_tiles * num_row_tiles),
+          tile_tokens(((M + num_token_tiles - 1) / num_token_tiles + 7) / 8 * 8), blocks4(K4 / kBlockChannels),
+          num_stages(blocks4 + K8 / kBlockChannels) {}
+};
+
+__device__ __forceinline__ void init_barriers(const Ring& ring) {
     for (int s = 0; s < STAGES; ++s) {
-        ptxlab::mbarrier_init(&full[s], 2);
-        ptxlab::mbarrier_init(&unpacked[s], kUnpackers);
-        ptxlab::mbarrier_init(&empty[s], 128 * WN);
+        ptxlab::mbarrier_init(&ring.full[s], 2);
+        ptxlab::mbarrier_init(&ring.unpacked[s], kUnpackers);
+        ptxlab::mbarrier_init(&ring.empty[s], 128 * WN);
     }
     ptxlab::fence_mbarrier_init();
+}
+
+// Zeros in the rows of X and of its scales that no copy writes, and wgmma and scaling read.
+__device__ __forceinline__ void clear_padding(unsigned char* stages, int tile_tokens) {
+    const int padding_chunks = (BM - tile_tokens) * 9;  // 16 bytes each: of both halves of X, then of scales
+    for (int i = threadIdx.x; i < STAGES * padding_chunks; i += kThreads) {
+        const int piece = i % padding_chunks, of_half = (BM - tile_tokens) * 4;
+        unsigned char* slot = stages + i / padding_chunks * kStageBytes;
+        unsigned char* padding = piece < 2 * of_half
+                                     ? slot + piece / of_half * kHalfBytes + tile_tokens * 64 + piece % of_half * 16
+                                     : slot + kScalesOffset + (tile_tokens + piece - 2 * of_half) * 16;
+        *reinterpret_cast<int4*>(padding) = make_int4(0, 0, 0, 0);
+    }
+    ptxlab::fence_proxy_async();
+}
+
+// The warp group that loads: one thread of two warps asks, the copy engine copies; two warps unpack X and spread its
+// scales.
+__device__ __forceinline__ void produce(const Arguments& arguments, const Schedule& schedule, const Ring& ring,
+                                        ptxlab::Slot<STAGES>& slot TIMELINE_PARAMETER) {
+    const bool elected = ptxlab::elect();
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    const auto load_w = [&](int row_tile, int stage, unsigned char* stage_slot, u64* barrier) {
+        ptxlab::mbarrier_arrive_expect(barrier, kStrips * kBlockBytes);
+#pragma unroll
+        for (int i = 0; i < kStrips; ++i) {  // past N the last one is loaded again
+            const int strip = min(row_tile * kStrips + i, schedule.num_strips - 1);
+            ptxlab::bulk_load(stage_slot + kWeightsOffset + i * kBlockBytes,
+                              arguments.strips + (size_t(strip) * schedule.num_stages + stage) * kBlockBytes,
+                              kBlockBytes, barrier);
+        }
+    };
+    const auto load_x = [&](int token, int stage, unsigned char* stage_slot, u64* barrier) {
+        const bool int4 = stage < schedule.blocks4;
+        const int column = int4 ? stage * 64 : arguments.K4 / 2 + (stage - schedule.blocks4) * kBlockChannels;
+        ptxlab::mbarrier_arrive_expect(barrier, schedule.tile_tokens * ((int4 ? 64 : kBlockChannels) + 16));
+        ptxlab::tensor_load(int4 ? stage_slot + kPackedOffset : stage_slot, arguments.x, column, token, barrier);
+        if (!int4) ptxlab::tensor_load(stage_slot + kHalfBytes, arguments.x, column + 64, token, barrier);
+        ptxlab::tensor_load(stage_slot + kScalesOffset, arguments.x_scale, stage / 8 * 8, token, barrier);
+    };
+    const auto prepare = [&](int stage, unsigned char* stage_slot, int index) {
+        if (stage < schedule.blocks4) {
+            unpack(stage_slot, schedule.tile_tokens, threadIdx.x - kUnpackers);
+            ptxlab::fence_proxy_async();
+        }
+        ptxlab::spread_scales<BM, kUnpackers>(reinterpret_cast<float*>(stage_slot + kSpreadOffset),
+                                              reinterpret_cast<const __half*>(stage_slot + kScalesOffset) + stage % 8,
+                                              threadIdx.x - kUnpackers);
+        ptxlab::mbarrier_arrive(&ring.unpacked[index]);
+    };
+    if (kUneven) ptxlab::fewer_registers<kProducerRegisters>();
+    ptxlab::launch_dependents();
+    if (warp == 1) ptxlab::wait_for_predecessors();
+    ptxlab::load_tiles<kStageBytes>(slot, ring.stages, ring.full, ring.empty, schedule.num_tiles,
+                                    schedule.num_token_tiles, schedule.num_row_tiles, schedule.tile_tokens,
+                                    schedule.num_stages, warp, elected, load_w, load_x, prepare TIMELINE_ARGUMENT);
 }
 
 }  // namespace
@@ -92,81 +174,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
     const float* __restrict__ bias,                     // f32 [N], or null
     void* __restrict__ y,                               // [M, N], by OUT
     int M, int N, int K4, int K8) {
-    extern __shared__ __align__(1024) unsigned char ring[];
+    extern __shared__ __align__(1024) unsigned char stages[];  // then a buffer of each warp
     __shared__ u64 full[STAGES], unpacked[STAGES], empty[STAGES];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
-    const int token_tiles = (M + BM - 1) / BM, all_strips = (N + 15) / 16,
-              row_tiles = (all_strips + kStrips - 1) / kStrips, tiles = token_tiles * row_tiles;
-    const int tokens = ((M + token_tiles - 1) / token_tiles + 7) / 8 * 8;  // of a tile
-    const int blocks4 = K4 / kBlockChannels, stages = blocks4 + K8 / kBlockChannels;
-    unsigned char* buffers = ring + STAGES * kStageBytes;  // 512 bytes of each warp
+    const Arguments arguments{strips, &x, &x_scale, K4};
+    const Ring ring{stages, full, unpacked, empty};
+    const Schedule schedule(M, N, K4, K8);
+    unsigned char* buffers = stages + STAGES * kStageBytes;
 
-    if (tokens < BM) {                                 // what wgmma and scaling read behind the copies' rows
-        const int padding_chunks = (BM - tokens) * 9;  // 16 bytes each: of both halves of X, then of scales
-        for (int i = threadIdx.x; i < STAGES * padding_chunks; i += kThreads) {
-            const int piece = i % padding_chunks, of_half = (BM - tokens) * 4;
-            unsigned char* slot = ring + i / padding_chunks * kStageBytes;
-            unsigned char* padding = piece < 2 * of_half
-                                         ? slot + piece / of_half * kHalfBytes + tokens * 64 + piece % of_half * 16
-                                         : slot + kScalesOffset + (tokens + piece - 2 * of_half) * 16;
-            *reinterpret_cast<int4*>(padding) = make_int4(0, 0, 0, 0);
-        }
-        ptxlab::fence_proxy_async();
-    }
-    if (threadIdx.x == 0) init_barriers(full, unpacked, empty);
+    if (schedule.tile_tokens < BM) clear_padding(stages, schedule.tile_tokens);
+    if (threadIdx.x == 0) init_barriers(ring);
     __syncthreads();
 
     ptxlab::Slot<STAGES> slot;
-    if (threadIdx.x < 128) {  // the warp group that loads: one thread in each of two warps issues copies
-        const bool elected = ptxlab::elect();
-        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const auto load_w = [&](int row_tile, int stage, unsigned char* stage_slot, u64* barrier) {
-            ptxlab::mbarrier_arrive_expect(barrier, kStrips * kBlockBytes);
-#pragma unroll
-            for (int i = 0; i < kStrips; ++i) {  // past N the last one is loaded again
-                const int strip = min(row_tile * kStrips + i, all_strips - 1);
-                ptxlab::bulk_load(stage_slot + kWeightsOffset + i * kBlockBytes,
-                                  strips + (size_t(strip) * stages + stage) * kBlockBytes, kBlockBytes, barrier);
-            }
-        };
-        const auto load_x = [&](int token, int stage, unsigned char* stage_slot, u64* barrier) {
-            const bool int4 = stage < blocks4;
-            const int column = int4 ? stage * 64 : K4 / 2 + (stage - blocks4) * kBlockChannels;
-            ptxlab::mbarrier_arrive_expect(barrier, tokens * ((int4 ? 64 : kBlockChannels) + 16));
-            ptxlab::tensor_load(int4 ? stage_slot + kPackedOffset : stage_slot, &x, column, token, barrier);
-            if (!int4) ptxlab::tensor_load(stage_slot + kHalfBytes, &x, column + 64, token, barrier);
-            ptxlab::tensor_load(stage_slot + kScalesOffset, &x_scale, stage / 8 * 8, token, barrier);
-        };
-        // Two warps unpack X and spread its scales.
-        const auto prepare = [&](int stage, unsigned char* stage_slot, int index) {
-            if (stage < blocks4) {
-                unpack(stage_slot, tokens, threadIdx.x - kUnpackers);
-                ptxlab::fence_proxy_async();
-            }
-            ptxlab::spread_scales<BM, kUnpackers>(
-                reinterpret_cast<float*>(stage_slot + kSpreadOffset),
-                reinterpret_cast<const __half*>(stage_slot + kScalesOffset) + stage % 8, threadIdx.x - kUnpackers);
-            ptxlab::mbarrier_arrive(&unpacked[index]);
-        };
-        if (kUneven) ptxlab::fewer_registers<kProducerRegisters>();
-        ptxlab::launch_dependents();
-        if (warp == 1) ptxlab::wait_for_predecessors();
-        ptxlab::load_tiles<kStageBytes>(slot, ring, full, empty, tiles, token_tiles, row_tiles, tokens, stages, warp,
-                                        elected, load_w, load_x, prepare TIMELINE_ARGUMENT);
+    if (threadIdx.x < 128) {
+        produce(arguments, schedule, ring, slot TIMELINE_ARGUMENT);
         return;
     }
+
+    // The consumer: a warp group that multiplies and scales.
     if (kUneven) ptxlab::more_registers<kConsumerRegisters>();
     ptxlab::Slot<STAGES> ahead;
     const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    unsigned char* buffer = buffers + (group * 4 + warp) * 512;
+    unsigned char* buffer = buffers + (group * 4 + warp) * kWarpBufferBytes;
     // Kept in registers, or the compiler works them out in every block: a lane's words of its warp's strip, its row's
     // scale, and its tokens'.
-    u32 words = ptxlab::shared_address(ring) + kWeightsOffset + (group * 4 + warp) * kBlockBytes + lane * 16;
+    u32 words = ptxlab::shared_address(stages) + kWeightsOffset + (group * 4 + warp) * kBlockBytes + lane * 16;
     u32 row_scales =
-        ptxlab::shared_address(ring) + kWeightsOffset + (group * 4 + warp) * kBlockBytes + 1024 + lane / 4 * 4;
-    u32 token_scales = ptxlab::shared_address(ring) + kSpreadOffset + lane % 4 * 16;
+        ptxlab::shared_address(stages) + kWeightsOffset + (group * 4 + warp) * kBlockBytes + 1024 + lane / 4 * 4;
+    u32 token_scales = ptxlab::shared_address(stages) + kSpreadOffset + lane % 4 * 16;
     ptxlab::pin(words), ptxlab::pin(row_scales), ptxlab::pin(token_scales);
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    for (int tile = blockIdx.x; tile < schedule.num_tiles; tile += gridDim.x) {
         float total[BM / 2] = {};
         const auto fetch = [&](u32(&a)[kBlockChannels / 32][4], u32& rows, int) {
             PHASE(WAIT_COPY);
@@ -178,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
             for (int k_unit = 0; k_unit < 2; ++k_unit)
                 ptxlab::upper_halves(a + 2 * k_unit,
                                      ptxlab::load_shared_16(words + ahead.index * kStageBytes + k_unit * 512));
-            const u64 x_half = ptxlab::swizzled_64(ring + ahead.index * kStageBytes);
+            const u64 x_half = ptxlab::swizzled_64(stages + ahead.index * kStageBytes);
             ahead.advance();
             return x_half;
         };
@@ -192,19 +230,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
             ptxlab::mbarrier_arrive(&empty[slot.index]);
             slot.advance();
         };
-        ptxlab::scale_groups<TOGETHER, kBlockChannels / 32, kHalfBytes / 16, BM / 2>(blocks4, fetch,
+        ptxlab::scale_groups<TOGETHER, kBlockChannels / 32, kHalfBytes / 16, BM / 2>(schedule.blocks4, fetch,
                                                                                      finish4 TIMELINE_ARGUMENT);
-        ptxlab::scale_groups<1, kBlockChannels / 32, kHalfBytes / 16, BM / 2>(stages - blocks4, fetch,
-                                                                              finish8 TIMELINE_ARGUMENT);
+        ptxlab::scale_groups<1, kBlockChannels / 32, kHalfBytes / 16, BM / 2>(schedule.num_stages - schedule.blocks4,
+                                                                              fetch, finish8 TIMELINE_ARGUMENT);
         // What the epilogue alone needs is worked out here: in the loop registers are scarce.
         // NOTE gemm_w4a4_sm90 has the same lines. In a shared function ptxas puts the instructions in another order.
         PHASE(EPILOGUE);
-        const ptxlab::TileCoord coord = ptxlab::tile_coord(tile, token_tiles, row_tiles);
-        const int token0 = coord.token_tile * tokens, n0 = (coord.row_tile * kStrips + group * 4 + warp) * 16;
+        const ptxlab::TileCoord coord = ptxlab::tile_coord(tile, schedule.num_token_tiles, schedule.num_row_tiles);
+        const int token0 = coord.token_tile * schedule.tile_tokens,
+                  n0 = (coord.row_tile * kStrips + group * 4 + warp) * 16;
         float row_bias[2];
         // Without a bias -0 is added: x + -0 is x, also for x = -0.
 #pragma unroll
         for (int r = 0; r < 2; ++r) row_bias[r] = bias ? bias[min(n0 + lane / 4 + 8 * r, N - 1)] : -0.0f;
-        ptxlab::store_totals<OUT, BM>(total, row_bias, y, buffer, lane, token0, n0, min(M, token0 + tokens), N);
+        ptxlab::store_totals<OUT, BM>(total, row_bias, y, buffer, lane, token0, n0,
+                                      min(M, token0 + schedule.tile_tokens), N);
     }
 }

@@ -1,58 +1,25 @@
 // Rows of new keys and values, loaded, rotated, quantised and stored into their slots of a paged cache: what append_kv4
-// and rope_append_kv4 share. The kernel that includes this has defined D, PAGE, BITS, CHANNEL, BF16, INDEX, ROPE, ROWS,
-// ROTATED.
+// and rope_append_kv4 share.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "hadamard.cuh"
+#include "kv_page.cuh"
 #include "pack.cuh"
 #include "reciprocal.cuh"
 
 namespace ptxlab {
 
-constexpr int VALUES = CHANNEL ? 8 : 16, PAIRS = VALUES / 2;  // of a lane
-// of a row; of them, those that answer for the same row in the end
-constexpr int LANES = D / VALUES, OWNERS = LANES / ROWS;
-constexpr int TOKENS = CHANNEL ? ROWS : 1;  // that a thread has rows of
-constexpr int LEVELS = BITS == 4 ? 15 : 255;
-constexpr int FEATURES = D * BITS / 8;  // bytes of a row
-constexpr int PAGE_BYTES = PAGE * (FEATURES + (CHANNEL ? 0 : 4));
-constexpr int UNIT = 32;  // bytes, of which rows and pages are multiples
-constexpr unsigned NOWHERE = ~0u;
-static_assert(!(ROTATED && CHANNEL), "constants by channel are those of keys that are not rotated");
-constexpr bool STREAMED = ROPE && ROWS > 1;             // rows are evicted first
-constexpr int BLOCKS = ROWS < 4 ? 4 : CHANNEL ? 3 : 2;  // of a multiprocessor at least: 64, 80 or 128 registers
-
-template <int>
-struct Integer {
-    using type = int;
+// `Then` if CONDITION, else `Else`.
+template <bool CONDITION, class Then, class Else>
+struct Select {
+    using type = Then;
 };
-template <>
-struct Integer<1> {
-    using type = long long;
+template <class Then, class Else>
+struct Select<false, Then, Else> {
+    using type = Else;
 };
-using Index = Integer<INDEX>::type;
-
-template <int>
-struct Pair {
-    using type = __half2;
-};
-template <>
-struct Pair<1> {
-    using type = __nv_bfloat162;
-};
-using Two = Pair<BF16>::type;
-
-template <int>
-struct Vector {
-    using type = uint4;
-};
-template <>
-struct Vector<8> {
-    using type = uint2;
-};
-using Half = Vector<VALUES>::type;  // half of a lane's values of a row, as they come
 
 // The extremes of a row, or of a part of it.
 struct Extremes {
@@ -64,79 +31,12 @@ struct Extremes {
     }
 };
 
-// A lane's values of a row as they come.
-struct Stored {
-    Half halves[2];
-
-    __device__ __forceinline__ Two pair(int i) const { return reinterpret_cast<const Two*>(halves)[i]; }
-    __device__ __forceinline__ float operator[](int i) const {
-        return i % 2 ? __high2float(pair(i / 2)) : __low2float(pair(i / 2));
-    }
-
-    __device__ __forceinline__ Extremes extremes() const {
-        Two largest = pair(0), smallest = pair(0);
-#pragma unroll
-        for (int i = 1; i < PAIRS; ++i)
-            largest = __hmax2_nan(largest, pair(i)), smallest = __hmin2_nan(smallest, pair(i));
-        return {max_nan(__low2float(largest), __high2float(largest)),
-                max_nan(-__low2float(smallest), -__high2float(smallest))};
-    }
-};
-
-// A lane's values of a row in f32.
-struct Rotated {
-    float values[VALUES];
-
-    __device__ __forceinline__ float operator[](int i) const { return values[i]; }
-
-    __device__ __forceinline__ Extremes extremes() const {
-        Extremes e = {values[0], -values[0]};
-#pragma unroll
-        for (int i = 1; i < VALUES; ++i) e.include({values[i], -values[i]});
-        return e;
-    }
-};
-
 // So many f32 from a place that is a multiple of 16 bytes.
 template <int N>
 __device__ __forceinline__ void load(float (&destination)[N], const float* source) {
 #pragma unroll
     for (int i = 0; i < N / 4; ++i)
         reinterpret_cast<float4*>(destination)[i] = reinterpret_cast<const float4*>(source)[i];
-}
-
-// How a token's position turns a lane's pairs.
-struct Rotation {
-    float cos[PAIRS], sin[PAIRS];
-
-    __device__ __forceinline__ void read(const float* cosines, const float* sines, size_t position, int lane) {
-        load(cos, cosines + position * (D / 2) + lane * PAIRS);
-        load(sin, sines + position * (D / 2) + lane * PAIRS);
-    }
-
-    __device__ __forceinline__ Rotated of(const Stored& x) const {
-        Rotated y;
-#pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            y.values[i] = __fsub_rn(__fmul_rn(x[i], cos[i]), __fmul_rn(x[PAIRS + i], sin[i]));
-            y.values[PAIRS + i] = __fadd_rn(__fmul_rn(x[PAIRS + i], cos[i]), __fmul_rn(x[i], sin[i]));
-        }
-        return y;
-    }
-};
-
-// A lane's values of a key as they are quantised: in f32, turned by the token's position if ROPE, rotated by the Hadamard
-// matrix if ROTATED.
-__device__ __forceinline__ Rotated prepare_key(const Stored& x, const Rotation& rotation, int lane) {
-    Rotated y;
-    if constexpr (ROPE) {
-        y = rotation.of(x);
-    } else {
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) y.values[i] = x[i];
-    }
-    if constexpr (ROTATED) rotate_head<PAIRS, LANES>(y.values, lane);
-    return y;
 }
 
 // x / s as IEEE rounds it, for an s of f16 (and a quotient that is not tiny). 1/s is known to 2^-46 of itself, and a
@@ -152,7 +52,7 @@ struct Reciprocal {
 };
 
 // x / s as IEEE rounds it, of any s.
-struct Divided {
+struct ExactQuotient {
     float s;
 
     __device__ __forceinline__ void by(float scale) { s = scale; }
@@ -164,15 +64,16 @@ struct Divided {
 // enough to where the rounding turns were tried). The remainder of a quotient beyond 1/4 does not underflow. A product
 // that is infinite is cut off if positive, so that it stays so; if negative it ends as NaN, which gets the lowest level
 // as well.
-struct Corrected {
+struct CorrectedQuotient {
     float s, r;
 
     // 2^-100 <= s <= 2^100, as bits, which are ordered like numbers; never of a NaN.
-    __device__ __forceinline__ static bool fit(const float (&scales)[VALUES]) {
+    template <int N>
+    __device__ __forceinline__ static bool fit(const float (&scales)[N]) {
         const unsigned low = __float_as_int(0x1p-100f), high = __float_as_int(0x1p100f);
         unsigned largest_offset = 0;
 #pragma unroll
-        for (int j = 0; j < VALUES; ++j) largest_offset = max(largest_offset, __float_as_uint(scales[j]) - low);
+        for (int j = 0; j < N; ++j) largest_offset = max(largest_offset, __float_as_uint(scales[j]) - low);
         return largest_offset <= high - low;
     }
 
@@ -185,181 +86,300 @@ struct Corrected {
 };
 
 // The integer next to a quotient of more than -2^22.
-__device__ __forceinline__ int rounded(float quotient) {
+__device__ __forceinline__ int round_to_level(float quotient) {
     return __float_as_int(__fadd_rn(quotient, SHIFT)) - __float_as_int(SHIFT);
 }
 
-__device__ __forceinline__ int level(float quotient, int zero) { return max(min(rounded(quotient) + zero, LEVELS), 0); }
+// Rows of a variant: dims of a head, tokens of a page, bits of an integer; constants per channel, or per token and head;
+// f16 or bf16; s32 or s64 slots and positions; keys that RoPE rotates; rows of a thread; keys that a Hadamard matrix
+// rotates, behind RoPE.
+template <int DIMS, int PAGE_TOKENS, int BITS_PER_INTEGER, bool PER_CHANNEL, bool BFLOAT16, bool WIDE_INDEX,
+          bool ROPE_KEYS, int ROWS_PER_THREAD, bool HADAMARD_KEYS>
+struct KvRows {
+    using Page = KvPage<DIMS, PAGE_TOKENS, BITS_PER_INTEGER, PER_CHANNEL>;
+    using Index = typename Select<WIDE_INDEX, long long, int>::type;
+    using Pair = typename Select<BFLOAT16, __nv_bfloat162, __half2>::type;
+    using Half = typename Select<PER_CHANNEL, uint2, uint4>::type;  // half of a lane's values of a row, as they come
 
-template <class T>
-__device__ __forceinline__ T read(const T* source) {
-    return STREAMED ? __ldcs(source) : *source;
-}
+    static constexpr int kRows = ROWS_PER_THREAD;
+    static constexpr int kValues = PER_CHANNEL ? 8 : 16, kPairs = kValues / 2;  // of a lane
+    // Lanes of a row; of them, those that answer for the same row in the end.
+    static constexpr int kLanes = DIMS / kValues, kOwners = kLanes / kRows;
+    static constexpr int kTokens = PER_CHANNEL ? kRows : 1;  // that a thread has rows of
+    static constexpr int kLevels = BITS_PER_INTEGER == 4 ? 15 : 255;
+    static constexpr int kUnitBytes = 32;  // bytes, of which rows and pages are multiples
+    static constexpr unsigned kNowhere = ~0u;
+    static constexpr bool kStreamed = ROPE_KEYS && kRows > 1;  // rows are evicted first
+    // Blocks of a multiprocessor at least: 64, 80 or 128 registers.
+    static constexpr int kBlocks = kRows < 4 ? 4 : PER_CHANNEL ? 3 : 2;
+    static_assert(!(HADAMARD_KEYS && PER_CHANNEL), "constants by channel are those of keys that are not rotated");
 
-template <class T>
-__device__ __forceinline__ void write(void* destination, T value) {
-    if (STREAMED) __stcs(static_cast<T*>(destination), value);
-    else *static_cast<T*>(destination) = value;
-}
+    // Where a thread is: a lane of a group that shares kRows rows. By channel these are tokens of one head; by head and
+    // token they are heads of one token, so that kRows groups have kRows tokens. A block has one tile of kRows tokens.
+    struct RowLanes {
+        int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
 
-// Where a thread's rows go, in units from `pages` on, or NOWHERE. By head and token also where the first token's
-// constants of the row that the lane answers for begin, unless another lane stores them, and the token's offset in the
-// page.
-struct Places {
-    unsigned char* pages;
-    unsigned rows[ROWS], constants, offset;
-
-    // Of heads from `head` on (by head and token) or of tokens (by channel), by their slots.
-    __device__ __forceinline__ void of_rows(unsigned char* pool, const Index (&slot)[TOKENS], bool is_v, int head,
-                                            int heads) {
-        const unsigned pitch = 2 * heads * PAGE_BYTES;
-        pages = pool + (size_t(is_v) * heads + head) * PAGE_BYTES;
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const Index row_slot = slot[i % TOKENS];
-            const unsigned page = unsigned(row_slot / PAGE) * (pitch / UNIT) + i / TOKENS * (PAGE_BYTES / UNIT);
-            rows[i] = row_slot < 0 || head + i / TOKENS >= heads ? NOWHERE
-                                                                 : page + unsigned(row_slot) % PAGE * (FEATURES / UNIT);
+        __device__ __forceinline__ int first_token(int tile) const {
+            return tile * kRows + (PER_CHANNEL ? 0 : group % kRows);
         }
-    }
-
-    __device__ __forceinline__ void of_constants(Index slot, int head, int heads, int lane) {
-        const unsigned pitch = 2 * heads * PAGE_BYTES;
-        const int answered_row = lane / OWNERS;
-        const bool answers = lane % OWNERS == 0 && slot >= 0 && head + answered_row < heads;
-        const unsigned constants_offset =
-            unsigned(slot / PAGE) * (pitch / UNIT) + answered_row * (PAGE_BYTES / UNIT) + PAGE * FEATURES / UNIT;
-        constants = answers ? constants_offset : NOWHERE;
-        offset = unsigned(slot) % PAGE;
-    }
-};
-
-// A lane's levels to their places in row i.
-[[maybe_unused]] __device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[16]) {
-    if (places.rows[i] == NOWHERE) return;
-    unsigned char* row = places.pages + size_t(places.rows[i]) * UNIT;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const unsigned first_word = bytes_of<0>(q + half * 8), second_word = bytes_of<0>(q + half * 8 + 4);
-        unsigned char* destination = row + half * (FEATURES / 2) + lane * BITS;
-        if (BITS == 4) write(destination, first_word | second_word << 4);
-        else write(destination, make_uint2(first_word, second_word));
-    }
-}
-
-// The same of 8 values. Of 4 bits they are half of a word in each half of the row: two neighbours exchange one of these
-// each.
-[[maybe_unused]] __device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[8]) {
-    const unsigned first_word = bytes_of<0>(q), second_word = bytes_of<0>(q + 4);
-    const bool odd = lane % 2;
-    const unsigned neighbour_word = BITS == 4 ? __shfl_xor_sync(~0u, odd ? first_word : second_word, 1) : 0;
-    if (places.rows[i] == NOWHERE) return;
-    unsigned char* row = places.pages + size_t(places.rows[i]) * UNIT;
-    if (BITS == 4) {
-        write(row + odd * (FEATURES / 2) + lane / 2 * 4,
-              odd ? neighbour_word | second_word << 4 : first_word | neighbour_word << 4);
-    } else {
-        write(row + lane * 4, first_word);
-        write(row + FEATURES / 2 + lane * 4, second_word);
-    }
-}
-
-// What the owner of row i says.
-template <class T>
-__device__ __forceinline__ T handed(T value, int i) {
-    return __shfl_sync(~0u, value, i * OWNERS, LANES);
-}
-
-// The extremes of the row that the lane answers for, of the parts that the row's lanes have.
-__device__ __forceinline__ Extremes reduced(Extremes (&e)[ROWS], int lane) {
-    int rows_left = ROWS;  // rows that a lane answers for
-#pragma unroll
-    for (int mask = LANES / 2; mask > 0; mask /= 2) {
-        const bool divided = rows_left > 1, upper = lane & mask;
-        if (divided) rows_left /= 2;
-#pragma unroll
-        for (int i = 0; i < rows_left; ++i) {
-            const Extremes sent = divided && !upper ? e[i + rows_left] : e[i];
-            if (divided && upper) e[i] = e[i + rows_left];
-            e[i].include({__shfl_xor_sync(~0u, sent.largest, mask), __shfl_xor_sync(~0u, sent.minus_smallest, mask)});
+        __device__ __forceinline__ int first_head() const {
+            return blockIdx.y * (blockDim.x / kLanes) + (PER_CHANNEL ? group : group / kRows * kRows);
         }
-    }
-    return e[0];
-}
+    };
 
-// Rows with constants of their own.
-template <class Row>
-__device__ __forceinline__ void append_by_token(const Row (&rows)[ROWS], const Places& places, int lane) {
-    Extremes e[ROWS];
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) e[i] = rows[i].extremes();
-    Extremes range = reduced(e, lane);
-    range.include({0, 0});
-    const __half rounded_scale =
-        __float2half_rn(__fdiv_rn(__fadd_rn(range.largest, range.minus_smallest), float(LEVELS)));
-    const __half scale = __half2float(rounded_scale) == 0 ? __float2half_rn(1.0f) : rounded_scale;
-    const Reciprocal row_quotient(__half2float(scale));
-    const int row_zero = level(row_quotient(range.minus_smallest), 0);
-    if (places.constants != NOWHERE) {
-        unsigned* row_constants =
-            reinterpret_cast<unsigned*>(places.pages + size_t(places.constants) * UNIT) + places.offset;
-        *row_constants = __half_as_ushort(scale) | unsigned(__half_as_ushort(__int2half_rn(row_zero))) << 16;
-    }
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        const Reciprocal quotient(handed(row_quotient.high, i), handed(row_quotient.low, i));
-        const int zero = handed(row_zero, i);
-        int q[VALUES];
-#pragma unroll
-        for (int j = 0; j < VALUES; ++j) q[j] = level(quotient(rows[i][j]), zero);
-        store(places, i, lane, q);
-    }
-}
+    // A lane's values of a row as they come.
+    struct StoredValues {
+        Half halves[2];
 
-// The constants of a lane's channels. Of 8 bits there are no zeros.
-struct Channels {
-    float scale[VALUES], zero[VALUES];
+        // `lane_values`: where the lane's first values of the row lie.
+        __device__ __forceinline__ void load_from(const Half* lane_values) {
+            halves[0] = read(lane_values), halves[1] = read(lane_values + kLanes);
+        }
 
-    __device__ __forceinline__ void read(const float* scales, const float* zeros, int lane) {
+        __device__ __forceinline__ Pair pair(int i) const { return reinterpret_cast<const Pair*>(halves)[i]; }
+        __device__ __forceinline__ float operator[](int i) const {
+            return i % 2 ? __high2float(pair(i / 2)) : __low2float(pair(i / 2));
+        }
+
+        __device__ __forceinline__ Extremes extremes() const {
+            Pair largest = pair(0), smallest = pair(0);
+#pragma unroll
+            for (int i = 1; i < kPairs; ++i)
+                largest = __hmax2_nan(largest, pair(i)), smallest = __hmin2_nan(smallest, pair(i));
+            return {max_nan(__low2float(largest), __high2float(largest)),
+                    max_nan(-__low2float(smallest), -__high2float(smallest))};
+        }
+    };
+
+    // A lane's values of a row in f32.
+    struct FloatValues {
+        float values[kValues];
+
+        __device__ __forceinline__ float operator[](int i) const { return values[i]; }
+
+        __device__ __forceinline__ Extremes extremes() const {
+            Extremes e = {values[0], -values[0]};
+#pragma unroll
+            for (int i = 1; i < kValues; ++i) e.include({values[i], -values[i]});
+            return e;
+        }
+    };
+
+    // How a token's position turns a lane's pairs.
+    struct Rotation {
+        float cos[kPairs], sin[kPairs];
+
+        __device__ __forceinline__ void read(const float* cosines, const float* sines, size_t position, int lane) {
+            load(cos, cosines + position * (DIMS / 2) + lane * kPairs);
+            load(sin, sines + position * (DIMS / 2) + lane * kPairs);
+        }
+
+        __device__ __forceinline__ FloatValues of(const StoredValues& x) const {
+            FloatValues y;
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i) {
+                y.values[i] = __fsub_rn(__fmul_rn(x[i], cos[i]), __fmul_rn(x[kPairs + i], sin[i]));
+                y.values[kPairs + i] = __fadd_rn(__fmul_rn(x[kPairs + i], cos[i]), __fmul_rn(x[i], sin[i]));
+            }
+            return y;
+        }
+    };
+
+    // A lane's values of a key as they are quantised: in f32, turned by the token's position if ROPE_KEYS, rotated by the
+    // Hadamard matrix if HADAMARD_KEYS.
+    static __device__ __forceinline__ FloatValues prepare_key(const StoredValues& x, const Rotation& rotation,
+                                                              int lane) {
+        FloatValues y;
+        if constexpr (ROPE_KEYS) {
+            y = rotation.of(x);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kValues; ++i) y.values[i] = x[i];
+        }
+        if constexpr (HADAMARD_KEYS) rotate_head<kPairs, kLanes>(y.values, lane);
+        return y;
+    }
+
+    static __device__ __forceinline__ int level(float quotient, int zero) {
+        return max(min(round_to_level(quotient) + zero, kLevels), 0);
+    }
+
+    template <class T>
+    static __device__ __forceinline__ T read(const T* source) {
+        return kStreamed ? __ldcs(source) : *source;
+    }
+
+    template <class T>
+    static __device__ __forceinline__ void write(void* destination, T value) {
+        if (kStreamed) __stcs(static_cast<T*>(destination), value);
+        else *static_cast<T*>(destination) = value;
+    }
+
+    // Where a thread's rows go, in units from `pages` on, or kNowhere. By head and token also where the first token's
+    // constants of the row that the lane answers for begin, unless another lane stores them, and the token's offset in
+    // the page.
+    struct Places {
+        unsigned char* pages;
+        unsigned rows[kRows], constants, offset;
+
+        // Of heads from `head` on (by head and token) or of tokens (by channel), by their slots.
+        __device__ __forceinline__ void of_rows(unsigned char* pool, const Index (&slot)[kTokens], bool is_v, int head,
+                                                int heads) {
+            const unsigned pitch = 2 * heads * Page::kBytes;
+            pages = pool + (size_t(is_v) * heads + head) * Page::kBytes;
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+                const Index row_slot = slot[i % kTokens];
+                const unsigned page =
+                    unsigned(row_slot / PAGE_TOKENS) * (pitch / kUnitBytes) + i / kTokens * (Page::kBytes / kUnitBytes);
+                rows[i] = row_slot < 0 || head + i / kTokens >= heads
+                              ? kNowhere
+                              : page + unsigned(row_slot) % PAGE_TOKENS * (Page::kRowBytes / kUnitBytes);
+            }
+        }
+
+        __device__ __forceinline__ void of_constants(Index slot, int head, int heads, int lane) {
+            const unsigned pitch = 2 * heads * Page::kBytes;
+            const int answered_row = lane / kOwners;
+            const bool answers = lane % kOwners == 0 && slot >= 0 && head + answered_row < heads;
+            const unsigned constants_offset = unsigned(slot / PAGE_TOKENS) * (pitch / kUnitBytes) +
+                                              answered_row * (Page::kBytes / kUnitBytes) +
+                                              PAGE_TOKENS * Page::kRowBytes / kUnitBytes;
+            constants = answers ? constants_offset : kNowhere;
+            offset = unsigned(slot) % PAGE_TOKENS;
+        }
+    };
+
+    // A lane's levels to their places in row i.
+    static __device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[16]) {
+        if (places.rows[i] == kNowhere) return;
+        unsigned char* row = places.pages + size_t(places.rows[i]) * kUnitBytes;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int channel = half * (D / 2) + lane * PAIRS;
-            load(reinterpret_cast<float (&)[PAIRS]>(scale[half * PAIRS]), scales + channel);
-            if (BITS == 4) load(reinterpret_cast<float (&)[PAIRS]>(zero[half * PAIRS]), zeros + channel);
+            const unsigned first_word = bytes_of<0>(q + half * 8), second_word = bytes_of<0>(q + half * 8 + 4);
+            unsigned char* destination = row + half * (Page::kRowBytes / 2) + lane * BITS_PER_INTEGER;
+            if (BITS_PER_INTEGER == 4) write(destination, first_word | second_word << 4);
+            else write(destination, make_uint2(first_word, second_word));
         }
+    }
+
+    // The same of 8 values. Of 4 bits they are half of a word in each half of the row: two neighbours exchange one of
+    // these each.
+    static __device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[8]) {
+        const unsigned first_word = bytes_of<0>(q), second_word = bytes_of<0>(q + 4);
+        const bool odd = lane % 2;
+        const unsigned neighbour_word =
+            BITS_PER_INTEGER == 4 ? __shfl_xor_sync(~0u, odd ? first_word : second_word, 1) : 0;
+        if (places.rows[i] == kNowhere) return;
+        unsigned char* row = places.pages + size_t(places.rows[i]) * kUnitBytes;
+        if (BITS_PER_INTEGER == 4) {
+            write(row + odd * (Page::kRowBytes / 2) + lane / 2 * 4,
+                  odd ? neighbour_word | second_word << 4 : first_word | neighbour_word << 4);
+        } else {
+            write(row + lane * 4, first_word);
+            write(row + Page::kRowBytes / 2 + lane * 4, second_word);
+        }
+    }
+
+    // What the owner of row i says.
+    template <class T>
+    static __device__ __forceinline__ T take_from_owner(T value, int i) {
+        return __shfl_sync(~0u, value, i * kOwners, kLanes);
+    }
+
+    // The extremes of the row that the lane answers for, of the parts that the row's lanes have.
+    static __device__ __forceinline__ Extremes reduce_over_lanes(Extremes (&e)[kRows], int lane) {
+        int rows_left = kRows;  // rows that a lane answers for
+#pragma unroll
+        for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+            const bool divided = rows_left > 1, upper = lane & mask;
+            if (divided) rows_left /= 2;
+#pragma unroll
+            for (int i = 0; i < rows_left; ++i) {
+                const Extremes sent = divided && !upper ? e[i + rows_left] : e[i];
+                if (divided && upper) e[i] = e[i + rows_left];
+                e[i].include(
+                    {__shfl_xor_sync(~0u, sent.largest, mask), __shfl_xor_sync(~0u, sent.minus_smallest, mask)});
+            }
+        }
+        return e[0];
+    }
+
+    // Rows with constants of their own.
+    template <class Row>
+    static __device__ __forceinline__ void append_by_token(const Row (&rows)[kRows], const Places& places, int lane) {
+        Extremes e[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) e[i] = rows[i].extremes();
+        Extremes range = reduce_over_lanes(e, lane);
+        range.include({0, 0});
+        const __half rounded_scale =
+            __float2half_rn(__fdiv_rn(__fadd_rn(range.largest, range.minus_smallest), float(kLevels)));
+        const __half scale = __half2float(rounded_scale) == 0 ? __float2half_rn(1.0f) : rounded_scale;
+        const Reciprocal row_quotient(__half2float(scale));
+        const int row_zero = level(row_quotient(range.minus_smallest), 0);
+        if (places.constants != kNowhere) {
+            unsigned* row_constants =
+                reinterpret_cast<unsigned*>(places.pages + size_t(places.constants) * kUnitBytes) + places.offset;
+            *row_constants = __half_as_ushort(scale) | unsigned(__half_as_ushort(__int2half_rn(row_zero))) << 16;
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const Reciprocal quotient(take_from_owner(row_quotient.high, i), take_from_owner(row_quotient.low, i));
+            const int zero = take_from_owner(row_zero, i);
+            int q[kValues];
+#pragma unroll
+            for (int j = 0; j < kValues; ++j) q[j] = level(quotient(rows[i][j]), zero);
+            store(places, i, lane, q);
+        }
+    }
+
+    // The constants of a lane's channels. Of 8 bits there are no zeros.
+    struct Channels {
+        float scale[kValues], zero[kValues];
+
+        __device__ __forceinline__ void read(const float* scales, const float* zeros, int lane) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int channel = half * (DIMS / 2) + lane * kPairs;
+                load(reinterpret_cast<float (&)[kPairs]>(scale[half * kPairs]), scales + channel);
+                if (BITS_PER_INTEGER == 4)
+                    load(reinterpret_cast<float (&)[kPairs]>(zero[half * kPairs]), zeros + channel);
+            }
+        }
+    };
+
+    // Rows with the constants of their channels: any scales, zeros in 0..kLevels. What is below the levels, or no
+    // number, becomes the lowest.
+    template <class Quotient, class Row>
+    static __device__ __forceinline__ void append_by_channel(const Row (&rows)[kRows], const Places& places,
+                                                             const Channels& channels, int lane) {
+        Quotient quotient[kValues];
+        int zero[kValues];
+#pragma unroll
+        for (int j = 0; j < kValues; ++j)
+            quotient[j].by(channels.scale[j]), zero[j] = BITS_PER_INTEGER == 4 ? round_to_level(channels.zero[j]) : 0;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            int q[kValues];
+#pragma unroll
+            for (int j = 0; j < kValues; ++j) {
+                const float above = fmaxf(quotient[j](rows[i][j]), -127.0f);
+                q[j] = BITS_PER_INTEGER == 4 ? level(above, zero[j]) : min(round_to_level(above), 127);
+            }
+            store(places, i, lane, q);
+        }
+    }
+
+    // A function, not a lambda with an `auto` parameter: some versions of NVRTC take the latter for a host function.
+    template <class Row>
+    static __device__ __forceinline__ void append(const Row (&rows)[kRows], const Places& places,
+                                                  const Channels& channels, int lane) {
+        if (!PER_CHANNEL) append_by_token(rows, places, lane);
+        else if (__all_sync(~0u, CorrectedQuotient::fit(channels.scale)))
+            append_by_channel<CorrectedQuotient>(rows, places, channels, lane);
+        else append_by_channel<ExactQuotient>(rows, places, channels, lane);
     }
 };
-
-// Rows with the constants of their channels: any scales, zeros in 0..LEVELS. What is below the levels, or no number,
-// becomes the lowest.
-template <class Quotient, class Row>
-__device__ __forceinline__ void append_by_channel(const Row (&rows)[ROWS], const Places& places,
-                                                  const Channels& channels, int lane) {
-    Quotient quotient[VALUES];
-    int zero[VALUES];
-#pragma unroll
-    for (int j = 0; j < VALUES; ++j)
-        quotient[j].by(channels.scale[j]), zero[j] = BITS == 4 ? rounded(channels.zero[j]) : 0;
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        int q[VALUES];
-#pragma unroll
-        for (int j = 0; j < VALUES; ++j) {
-            const float above = fmaxf(quotient[j](rows[i][j]), -127.0f);
-            q[j] = BITS == 4 ? level(above, zero[j]) : min(rounded(above), 127);
-        }
-        store(places, i, lane, q);
-    }
-}
-
-// A function, not a lambda with an `auto` parameter: some versions of NVRTC take the latter for a host function.
-template <class Row>
-__device__ __forceinline__ void append(const Row (&rows)[ROWS], const Places& places, const Channels& channels,
-                                       int lane) {
-    if (!CHANNEL) append_by_token(rows, places, lane);
-    else if (__all_sync(~0u, Corrected::fit(channels.scale)))
-        append_by_channel<Corrected>(rows, places, channels, lane);
-    else append_by_channel<Divided>(rows, places, channels, lane);
-}
 
 }  // namespace ptxlab

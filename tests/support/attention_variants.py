@@ -53,7 +53,13 @@ class Variant(NamedTuple):
     def config(self) -> dict[str, int]:
         if self.tile is None:
             return {**self.spec.config_for(self.sizes() | self.shape(1)), "BF16": self.BF16}
-        constants = {"D": self.D, "PAGE": self.page, "BITS": self.bits, "CHANNEL": self.channel, "BF16": self.BF16}
+        constants = {
+            "HEAD_DIM": self.D,
+            "PAGE": self.page,
+            "BITS": self.bits,
+            "CHANNEL": self.channel,
+            "BF16": self.BF16,
+        }
         columns = sm90.compiled_columns(self.T * self.ratio)
         promotion = {"PROMOTE": self.tile.TOKENS}  # after every tile, so that short sequences go that way as well
         return {**constants, **promotion, **sm90.FIXED, "COLUMNS": columns, **self.tile._asdict()}

@@ -45,6 +45,44 @@ static_assert(STAGES >= 2, "a slot is given back while the next stage is worked 
 constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;  // with one block per SM
 using Epilogue = ptxlab::Epilogue<WN, BM, CLUSTER>;
 
+// The block's tile of Y, and its stages of K.
+struct Schedule {
+    int rank, tile, num_token_tiles, num_row_tiles, w_blocks, token0, row_tile0;
+    int k_stages, first_stage, num_stages;
+
+    __device__ __forceinline__ Schedule(int M, int N, int K)
+        : rank(CLUSTER > 1 ? ptxlab::cluster_rank() : 0), tile(blockIdx.x / CLUSTER),
+          num_token_tiles((M + BM - 1) / BM), num_row_tiles((N + 63) / 64), w_blocks(K / GROUP),
+          token0(tile % num_token_tiles * BM), row_tile0(tile / num_token_tiles * WN), k_stages((K + BK - 1) / BK),
+          first_stage(k_stages * rank / CLUSTER), num_stages(k_stages * (rank + 1) / CLUSTER - first_stage) {}
+};
+
+// By the thread that loads: it asks, the copy engine copies.
+__device__ __forceinline__ void load_stages(const unsigned char* blocks, const ptxlab::TensorMap& x,
+                                            const Schedule& schedule, unsigned char* ring, u64* full, u64* empty,
+                                            ptxlab::Slot<STAGES>& slot TIMELINE_PARAMETER) {
+    for (int stage = schedule.first_stage; stage < schedule.first_stage + schedule.num_stages;
+         ++stage, slot.advance()) {
+        unsigned char* stage_slot = ring + slot.index * kStageBytes;
+        u64* barrier = &full[slot.index];
+        PHASE(WAIT_GROUP);
+        ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+        PHASE(LOAD);
+        ptxlab::mbarrier_arrive_expect(barrier, kXBytes + WN * kWBytes);
+        ptxlab::tensor_load(stage_slot, &x, stage * BK, schedule.token0, barrier);
+        // Past N the last rows are loaded again. Past K any weights will do, because X is zero there.
+        const int block = stage * (BK / GROUP), valid_blocks = min(BK / GROUP, schedule.w_blocks - block);
+        for (int i = 0; i < WN; ++i) {
+            const unsigned char* row_blocks = blocks + size_t(min(schedule.row_tile0 + i, schedule.num_row_tiles - 1)) *
+                                                           schedule.w_blocks * kWBlockBytes;
+            unsigned char* w = stage_slot + kXBytes + i * kWBytes;
+            ptxlab::bulk_load(w, row_blocks + size_t(block) * kWBlockBytes, valid_blocks * kWBlockBytes, barrier);
+            if (valid_blocks < BK / GROUP)
+                ptxlab::bulk_load(w + valid_blocks * kWBlockBytes, row_blocks, kWBlockBytes, barrier);
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_sm90(
@@ -58,17 +96,13 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES], ready[TILES], spent[TILES], arrived;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
-    const int rank = CLUSTER > 1 ? ptxlab::cluster_rank() : 0, tile = blockIdx.x / CLUSTER;
-    const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + 63) / 64, w_blocks = K / GROUP;
-    const int token0 = tile % token_tiles * BM, row_tile0 = tile / token_tiles * WN;
-    const int k_stages = (K + BK - 1) / BK, first_stage = k_stages * rank / CLUSTER,
-              stages = k_stages * (rank + 1) / CLUSTER - first_stage;
+    const Schedule schedule(M, N, K);
     const int role = threadIdx.x / 128, thread = threadIdx.x % 128;
 
     unsigned char* tiles = ring + STAGES * kStageBytes;
     unsigned char* cluster_sums = tiles + TILES * kTileBytes;
     const Epilogue epilogue{reinterpret_cast<int4*>(cluster_sums),
-                            reinterpret_cast<int*>(cluster_sums + Epilogue::RECEIVE_BYTES), &arrived, rank};
+                            reinterpret_cast<int*>(cluster_sums + Epilogue::RECEIVE_BYTES), &arrived, schedule.rank};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 1);
@@ -88,34 +122,13 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
     ptxlab::Slot<TILES> dequantised;
     if (role == 0) {  // load: one thread issues the copies
         if (RESIDENT == 1) ptxlab::fewer_registers<kProducerRegisters>();
-        if (thread == 0) {
-            for (int stage = first_stage; stage < first_stage + stages; ++stage, slot.advance()) {
-                unsigned char* stage_slot = ring + slot.index * kStageBytes;
-                u64* barrier = &full[slot.index];
-                PHASE(WAIT_GROUP);
-                ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
-                PHASE(LOAD);
-                ptxlab::mbarrier_arrive_expect(barrier, kXBytes + WN * kWBytes);
-                ptxlab::tensor_load(stage_slot, &x, stage * BK, token0, barrier);
-                // Past N the last rows are loaded again. Past K any weights will do, because X is zero there.
-                const int block = stage * (BK / GROUP), valid_blocks = min(BK / GROUP, w_blocks - block);
-                for (int i = 0; i < WN; ++i) {
-                    const unsigned char* row_blocks =
-                        blocks + size_t(min(row_tile0 + i, row_tiles - 1)) * w_blocks * kWBlockBytes;
-                    unsigned char* w = stage_slot + kXBytes + i * kWBytes;
-                    ptxlab::bulk_load(w, row_blocks + size_t(block) * kWBlockBytes, valid_blocks * kWBlockBytes,
-                                      barrier);
-                    if (valid_blocks < BK / GROUP)
-                        ptxlab::bulk_load(w + valid_blocks * kWBlockBytes, row_blocks, kWBlockBytes, barrier);
-                }
-            }
-        }
+        if (thread == 0) load_stages(blocks, x, schedule, ring, full, empty, slot TIMELINE_ARGUMENT);
         PHASE(WAIT_GROUP);
         __syncwarp();
         if (CLUSTER > 1) ptxlab::cluster_wait();
     } else if (role == 1) {  // dequantise
         const int row = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
-        for (int stage = 0; stage < stages; ++stage, slot.advance(), dequantised.advance()) {
+        for (int stage = 0; stage < schedule.num_stages; ++stage, slot.advance(), dequantised.advance()) {
             const unsigned char* w = ring + slot.index * kStageBytes + kXBytes;
             unsigned char* tile_slot = tiles + dequantised.index * kTileBytes;
             PHASE(WAIT_COPY);
@@ -154,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
         if (RESIDENT == 1) ptxlab::more_registers<kConsumerRegisters>();
         int acc[WN][BM / 2] = {};
         int unreleased_slot = -1, unreleased_tile = -1;
-        for (int stage = 0; stage < stages; ++stage, slot.advance(), dequantised.advance()) {
+        for (int stage = 0; stage < schedule.num_stages; ++stage, slot.advance(), dequantised.advance()) {
             const u64 x_tile = ptxlab::swizzled_128(ring + slot.index * kStageBytes);
             const u64 w_tile = ptxlab::swizzled_128(tiles + dequantised.index * kTileBytes);
             PHASE(WAIT_COPY);
@@ -190,9 +203,9 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
             PHASE(REDUCE);
             epilogue.receive(acc[i], i, thread);
             PHASE(EPILOGUE);
-            if (row_tile0 + i < row_tiles)
+            if (schedule.row_tile0 + i < schedule.num_row_tiles)
                 epilogue.store<OUT, STORE_TOKENS, STORE_PITCH>(acc[i], i, thread, {y, x_scale, w_scale, bias, M, N},
-                                                               token0, (row_tile0 + i) * 64);
+                                                               schedule.token0, (schedule.row_tile0 + i) * 64);
         }
     }
 }

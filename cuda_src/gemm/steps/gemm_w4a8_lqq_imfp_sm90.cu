@@ -51,6 +51,56 @@ constexpr int kConsumerRegisters = RESIDENT == 1   ? 232
               kProducerRegisters = RESIDENT == 1 ? 40 : 24;
 using Epilogue = ptxlab::Epilogue<2, BM, CLUSTER>;
 
+// How Y is cut into tiles, and which stages of K are this block's.
+struct Schedule {
+    int rank, num_token_tiles, num_row_tiles;  // rank in the cluster; tiles of BM tokens, of 64 rows
+    int w_blocks, num_tiles, k_tiles, k_stages, first_stage, num_stages;
+
+    __device__ __forceinline__ Schedule(int M, int N, int K)
+        : rank(CLUSTER > 1 ? ptxlab::cluster_rank() : 0), num_token_tiles((M + BM - 1) / BM),
+          num_row_tiles((N + 63) / 64), w_blocks((K + kBlockChannels - 1) / kBlockChannels),
+          num_tiles(num_token_tiles * ((num_row_tiles + 1) / 2)), k_tiles((K + 127) / 128), k_stages((K + BK - 1) / BK),
+          first_stage(k_stages * rank / CLUSTER), num_stages(k_stages * (rank + 1) / CLUSTER - first_stage) {}
+};
+
+// By the thread that loads: it asks, the copy engine copies.
+__device__ __forceinline__ void load_stages(const unsigned char* blocks, const ptxlab::TensorMap& x,
+                                            const Schedule& schedule, unsigned char* ring, u64* full, u64* empty,
+                                            ptxlab::Slot<STAGES>& slot TIMELINE_PARAMETER) {
+    for (int tile = blockIdx.x / CLUSTER; tile < schedule.num_tiles; tile += gridDim.x / CLUSTER) {
+        const int token0 = tile % schedule.num_token_tiles * BM, row_tile0 = tile / schedule.num_token_tiles * 2;
+        for (int stage = schedule.first_stage; stage < schedule.first_stage + schedule.num_stages;
+             ++stage, slot.advance()) {
+            unsigned char* stage_slot = ring + slot.index * kStageBytes;
+            u64* barrier = &full[slot.index];
+            PHASE(WAIT_GROUP);
+            ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+            PHASE(LOAD);
+            ptxlab::mbarrier_arrive_expect(barrier, kXBytes + 2 * kWBytes);
+            for (int i = 0; i < BK / 128; ++i) {
+                const int k_tile = stage * (BK / 128) + i;  // tiles lie one behind the other, along K first
+                const int row = k_tile < schedule.k_tiles
+                                    ? (tile % schedule.num_token_tiles * schedule.k_tiles + k_tile) * BM
+                                    : -BM;
+                if (ORDER == 0) ptxlab::tensor_load(stage_slot + i * BM * 128, &x, k_tile * 128, token0, barrier);
+                else ptxlab::tensor_load(stage_slot + i * BM * 128, &x, 0, row, barrier);
+            }
+            // Past N the last rows are loaded again. Past K any weights will do, because X is zero there.
+            const int block = stage * (BK / kBlockChannels),
+                      valid_blocks = min(BK / kBlockChannels, schedule.w_blocks - block);
+            for (int i = 0; i < 2; ++i) {
+                const unsigned char* row_blocks =
+                    blocks + size_t(min(row_tile0 + i, schedule.num_row_tiles - 1)) * schedule.w_blocks * kWBlockBytes;
+                unsigned char* w = stage_slot + kXBytes + i * kWBytes;
+                ptxlab::bulk_load(w, row_blocks + size_t(block) * kWBlockBytes, valid_blocks * kWBlockBytes, barrier);
+#pragma unroll 1
+                for (int b = valid_blocks; b < BK / kBlockChannels; ++b)
+                    ptxlab::bulk_load(w + b * kWBlockBytes, row_blocks, kWBlockBytes, barrier);
+            }
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_sm90(
@@ -64,16 +114,10 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_s
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
-    const int rank = CLUSTER > 1 ? ptxlab::cluster_rank() : 0;
-    const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + 63) / 64,
-              w_blocks = (K + kBlockChannels - 1) / kBlockChannels;
-    const int tiles = token_tiles * ((row_tiles + 1) / 2), k_tiles = (K + 127) / 128;
-    const int k_stages = (K + BK - 1) / BK, first_stage = k_stages * rank / CLUSTER,
-              stages = k_stages * (rank + 1) / CLUSTER - first_stage;
-
+    const Schedule schedule(M, N, K);
     unsigned char* cluster_sums = ring + STAGES * kStageBytes;
     const Epilogue epilogue{reinterpret_cast<int4*>(cluster_sums),
-                            reinterpret_cast<int*>(cluster_sums + Epilogue::RECEIVE_BYTES), &arrived, rank};
+                            reinterpret_cast<int*>(cluster_sums + Epilogue::RECEIVE_BYTES), &arrived, schedule.rank};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 1);
@@ -88,52 +132,20 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_s
     ptxlab::Slot<STAGES> slot;
     if (threadIdx.x < 128) {  // the warp group that loads: one thread issues the copies
         ptxlab::fewer_registers<kProducerRegisters>();
-        if (threadIdx.x == 0) {
-            for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
-                const int token0 = tile % token_tiles * BM, row_tile0 = tile / token_tiles * 2;
-                for (int stage = first_stage; stage < first_stage + stages; ++stage, slot.advance()) {
-                    unsigned char* stage_slot = ring + slot.index * kStageBytes;
-                    u64* barrier = &full[slot.index];
-                    PHASE(WAIT_GROUP);
-                    ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
-                    PHASE(LOAD);
-                    ptxlab::mbarrier_arrive_expect(barrier, kXBytes + 2 * kWBytes);
-                    for (int i = 0; i < BK / 128; ++i) {
-                        const int k_tile = stage * (BK / 128) + i;  // tiles lie one behind the other, along K first
-                        const int row = k_tile < k_tiles ? (tile % token_tiles * k_tiles + k_tile) * BM : -BM;
-                        if (ORDER == 0)
-                            ptxlab::tensor_load(stage_slot + i * BM * 128, &x, k_tile * 128, token0, barrier);
-                        else ptxlab::tensor_load(stage_slot + i * BM * 128, &x, 0, row, barrier);
-                    }
-                    // Past N the last rows are loaded again, and their results are not stored. Past K any weights will
-                    // do, because X is zero there.
-                    const int block = stage * (BK / kBlockChannels),
-                              valid_blocks = min(BK / kBlockChannels, w_blocks - block);
-                    for (int i = 0; i < 2; ++i) {
-                        const unsigned char* row_blocks =
-                            blocks + size_t(min(row_tile0 + i, row_tiles - 1)) * w_blocks * kWBlockBytes;
-                        unsigned char* w = stage_slot + kXBytes + i * kWBytes;
-                        ptxlab::bulk_load(w, row_blocks + size_t(block) * kWBlockBytes, valid_blocks * kWBlockBytes,
-                                          barrier);
-#pragma unroll 1
-                        for (int b = valid_blocks; b < BK / kBlockChannels; ++b)
-                            ptxlab::bulk_load(w + b * kWBlockBytes, row_blocks, kWBlockBytes, barrier);
-                    }
-                }
-            }
-        }
+        if (threadIdx.x == 0) load_stages(blocks, x, schedule, ring, full, empty, slot TIMELINE_ARGUMENT);
         PHASE(WAIT_GROUP);
         __syncwarp();
         if (CLUSTER > 1) ptxlab::cluster_wait();
     } else {  // a warp group that dequantises and multiplies
         ptxlab::more_registers<kConsumerRegisters>();
         const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, rows = thread / 32 * 8 + thread % 32 / 4;
-        for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
-            const int token0 = tile % token_tiles * BM, row_tile = tile / token_tiles * 2 + group;
+        for (int tile = blockIdx.x / CLUSTER; tile < schedule.num_tiles; tile += gridDim.x / CLUSTER) {
+            const int token0 = tile % schedule.num_token_tiles * BM,
+                      row_tile = tile / schedule.num_token_tiles * 2 + group;
             int acc[BM / 2] = {};
             u32 a[2][2][4];            // [unit of 64 k, odd or even][MMA][register]
             int unreleased_slot = -1;  // the slot that wgmma may still read
-            for (int stage = 0; stage < stages; ++stage, slot.advance()) {
+            for (int stage = 0; stage < schedule.num_stages; ++stage, slot.advance()) {
                 const unsigned char* x_slot = ring + slot.index * kStageBytes;
                 const unsigned char* w = x_slot + kXBytes + group * kWBytes;
                 const u64 x_tile = ptxlab::swizzled_128(x_slot);
@@ -188,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_s
             epilogue.send(acc, group, thread);
             epilogue.receive(acc, group, thread);
             PHASE(EPILOGUE);
-            if (row_tile < row_tiles)
+            if (row_tile < schedule.num_row_tiles)
                 epilogue.store<OUT, STORE_TOKENS, STORE_PITCH>(acc, group, thread, {y, x_scale, w_scale, bias, M, N},
                                                                token0, row_tile * 64);
         }

@@ -42,7 +42,7 @@ def _choose(s: Sizes) -> dict[str, int]:
     rows = _CHANNEL_ROWS if s["channel"] else _ROWS
     while rows > 1 and _parts(s) * s["T"] * s["H"] * _lanes(s) < rows * _BUSY:
         rows //= 2
-    page = {"D": s["D"], "PAGE": s["size"], "BITS": s["bits"], "CHANNEL": s["channel"]}
+    page = {"HEAD_DIM": s["D"], "PAGE": s["size"], "BITS": s["bits"], "CHANNEL": s["channel"]}
     return {**page, "BF16": 0, "INDEX": 0, "ROWS": rows}
 
 

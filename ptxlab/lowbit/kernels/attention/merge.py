@@ -98,7 +98,7 @@ MERGE = KernelSpec(
         *(Arg(size, "int32", role="scalar") for size in ("T", "Hq", "Hkv")),
     ),
     launch=_launch,
-    choose=lambda s: {"D": s["D"], "BF16": 0, "COLUMNS": s["tile"]},
+    choose=lambda s: {"HEAD_DIM": s["D"], "BF16": 0, "COLUMNS": s["tile"]},
     rules=(
         "D in (64, 128, 256)",
         "Hq % Hkv == 0",

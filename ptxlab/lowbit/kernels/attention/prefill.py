@@ -84,7 +84,7 @@ def _choose(s: Sizes) -> dict[str, int]:
     ring = {"KEYS": keys_per_block(s["D"]), "STAGES": STAGES, "PAGE_STAGES": page_stages(s["D"])}
     split_constants = {"SPLIT": 1, "PART_BLOCKS": PART_BLOCKS} if s["parts"] > 1 else {}
     return {
-        "D": s["D"],
+        "HEAD_DIM": s["D"],
         "PAGE": s["page"],
         "BF16": 0,
         **ring,

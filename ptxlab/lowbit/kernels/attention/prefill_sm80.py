@@ -28,7 +28,7 @@ def shared_bytes(s: Sizes) -> int:
 
 def _choose(s: Sizes) -> dict[str, int]:
     tile = {"KEYS": keys_per_block(s["D"]), "WARPS": WARPS, "BLOCKS": blocks_per_sm(s["D"])}
-    return {"D": s["D"], "PAGE": s["page"], "BF16": 0, **tile, "HEADROOM": HEADROOM}
+    return {"HEAD_DIM": s["D"], "PAGE": s["page"], "BF16": 0, **tile, "HEADROOM": HEADROOM}
 
 
 _INPUTS = ("q", "pool", "table", "lengths", "starts")

@@ -44,7 +44,7 @@ def _choose_tile(s: Sizes) -> AttentionTileSm80:
 
 def _choose(s: Sizes) -> dict[str, int]:
     return {
-        "D": s["D"],
+        "HEAD_DIM": s["D"],
         "PAGE": s["page"],
         "BITS": s["bits"],
         "CHANNEL": s["channel"],

@@ -142,7 +142,7 @@ def _choose_invariant(s: Sizes) -> dict[str, int]:
 
 
 def _constants(s: Sizes, tile: AttentionTileSm90) -> dict[str, int]:
-    contract = {"D": s["D"], "PAGE": s["page"], "BITS": s["bits"], "CHANNEL": s["channel"], "BF16": 0}
+    contract = {"HEAD_DIM": s["D"], "PAGE": s["page"], "BITS": s["bits"], "CHANNEL": s["channel"], "BF16": 0}
     return {**contract, **FIXED, "COLUMNS": compiled_columns(columns_of(s)), **tile._asdict()}
 
 

@@ -211,7 +211,7 @@ def test_every_tile_is_somebody_s(lengths: list[int], **how: int) -> None:
     assert np.array_equal(shares.position[within], last[within - 1])
 
 
-@pytest.mark.parametrize(("name", "number"), [("D", 64), ("PAGE", 64), ("BITS", 8), ("CHANNEL", 1), ("BF16", 1)])
+@pytest.mark.parametrize(("name", "number"), [("HEAD_DIM", 64), ("PAGE", 64), ("BITS", 8), ("CHANNEL", 1), ("BF16", 1)])
 def test_constants_of_other_arrays_are_refused(name: str, number: int) -> None:
     variant = Variant(128, 16, 4, 0, T=1, ratio=1, tile=AttentionTileSm90(16, 4, 2, 1))
     logical, arrays = variant.problem(0, (20,))

@@ -142,7 +142,7 @@ def test_equal_in_the_emulator(
     hold(chunks_of(new, past, parts=parts if cuts else 1, blocks=10, **how), BF16, spec, mode=mode)  # 10 tiles at most
 
 
-CONSTANTS = [("D", 128), ("PAGE", 16), ("BF16", 1), ("ROTATED", 1)]
+CONSTANTS = [("HEAD_DIM", 128), ("PAGE", 16), ("BF16", 1), ("ROTATED", 1)]
 
 
 @pytest.mark.parametrize(("name", "number"), CONSTANTS)

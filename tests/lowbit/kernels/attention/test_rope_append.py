@@ -127,16 +127,16 @@ CHANGES = {
     "positions beyond the last": ("positions && t < tokens ?", "positions ?"),
     "positions of padding": ("min(size_t(position), size_t(turns - 1))", "position"),
     "halves exchanged": (
-        "lane_values[0] = y.halves[0], lane_values[LANES]",
-        "lane_values[LANES] = y.halves[0], lane_values[0]",
+        "lane_values[0] = y.halves[0], lane_values[Rows::kLanes]",
+        "lane_values[Rows::kLanes] = y.halves[0], lane_values[0]",
     ),
     "keys where as many queries would be": ("size_t(is_q ? ratio : 1) * heads", "size_t(ratio) * heads"),
     "keys of a cache alone": ("KEYS && !is_v", "KEYS && section == 0"),
-    "heads beyond the last": ("row_slot < 0 || head + i / TOKENS >= heads", "row_slot < 0"),
-    "no wait for the kernel before": ("    wait_for_predecessors();", ""),
+    "heads beyond the last": ("row_slot < 0 || head + i / kTokens >= heads", "row_slot < 0"),
+    "no wait for the kernel before": ("    ptxlab::wait_for_predecessors();", ""),
     "qkv is read ahead of the wait": (
-        "    Channels channels;",
-        "    if (token < tokens && is_q) q[token] = qkv[token];\n    Channels channels;",
+        "    Rows::Channels channels;",
+        "    if (token < tokens && is_q) q[token] = qkv[token];\n    Rows::Channels channels;",
     ),
 }
 

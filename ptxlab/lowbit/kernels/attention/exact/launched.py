@@ -17,7 +17,7 @@ from ptxlab.lowbit.layout import KVCache
 def require_constants(config: Mapping[str, int], q: Any, cache: KVCache, **constants: int) -> None:
     """Raise ArgumentError unless a variant has the constants of the arrays, and those that are given beside."""
     constants |= {
-        "D": cache.head_dim,
+        "HEAD_DIM": cache.head_dim,
         "PAGE": cache.page_size,
         "BF16": int(q.dtype == np.uint16),
         "ROTATED": int(cache.rotated),
