@@ -112,8 +112,8 @@ def _other_pictures() -> list[str]:
         share_before, share_after = (f"{share:.0%}" for share in _edges(step_timeline))
         sentences.append(
             f"In [attention]({_FIGURES}/{_ATTENTION_PICTURE}) a launch takes {step_timeline.time_us:.1f} µs."
-            f" {share_before} of this has passed when the first scores are computed, and {share_after} is left after the"
-            " last values. This is why short caches stay below the memory's speed."
+            f" {share_before} of this has passed when the first scores are computed, and {share_after} is left"
+            " after the last values. This is why short caches stay below the memory's speed."
         )
     return [" ".join(sentences)] if sentences else []
 

@@ -95,8 +95,8 @@ def _has(form: quirks.Form, instruction: Instruction, makers: Makers) -> bool:
     operands = instruction.operands
     constants = [_constant(operand, makers) for operand in operands]
     parts = [operand.selector.removeprefix("-") if isinstance(operand, Register) else "" for operand in operands]
-    sources = [register.place for register in registers(operands[1:])]
-    reads_twice = len({*sources}) < len(sources)
+    places = [register.place for register in registers(operands[1:])]
+    reads_twice = len({*places}) < len(places)
     if not form.fits(instruction.opcode, instruction.guard is not None, parts, constants, reads_twice):
         return False
     if not form.made_by:
