@@ -343,7 +343,7 @@ def test_the_readme_says_what_is_seen_in_the_other_pictures(
     assert "timeline_gemm_64.png" in text and "timeline_attention.png" in text, "as recorded on the H200"
     monkeypatch.setattr(timeline, "folder", lambda gpu="h200": tmp_path)
     timeline.save(one, timeline.default_path(one))
-    link = "attention](notebooks/figures/timeline_attention.png), 20.0 µs, 30% of the time"
+    link = "attention](notebooks/figures/timeline_attention.png) a launch takes 20.0 µs. 30% of this has passed"
     assert link in pipelines._other_pictures()[0]
 
 

@@ -42,7 +42,7 @@ MMA = (
     ("weights[n][b] *= rescale[n][b], zeros[n][b] *= rescale[n][b];", "weights[n][b] *= rescale[n][b];"),
     ("p0 * inverse", "p0"),
     ("page[j] + half * pitch + offset * Page::kRowBytes", "page[j] + half * pitch"),
-    ("min(page, last)", "page"),
+    ("min(page, last_page)", "page"),
     ("0x1p24f / count_of(r)", "0x1p24f"),
 )
 HOPPER = (
