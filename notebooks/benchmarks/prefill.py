@@ -152,7 +152,7 @@ def our_launches(problem: ChunkProblem) -> Ours:
 def chunk_row(chunk: Chunk, selection: ChunkSelection, ceilings: Ceilings, tflops: float) -> Row:
     """Time ours, then the peers; what the timed launches wrote is checked.
 
-    Raises BenchmarkError for wrong results, also of a peer.
+    Raises BenchmarkError for wrong results of ours or of FlashAttention 3 in FP16.
     """
     problem = random_chunk(chunk)
     ours = our_launches(problem)
@@ -252,7 +252,8 @@ class PeerTimes:
 def measure_peers(problem: ChunkProblem, ours: Ours, samples: Sequence[Sample]) -> PeerTimes:
     """Time the chunk's peers on the dequantised cache; results of the timed launches are checked.
 
-    A peer whose library raises is left out, with the reason. Raises BenchmarkError for wrong results.
+    A peer whose library raises, or whose results are wrong, is left out, with the reason. FlashAttention 3 in FP16 is
+    what all our results are compared with: BenchmarkError if it is wrong.
     """
     import torch
 
@@ -264,17 +265,21 @@ def measure_peers(problem: ChunkProblem, ours: Ours, samples: Sequence[Sample]) 
             measured = peers_prefill.measure_peer(peer, problem.replays)
         except BenchmarkError:
             raise
-        except Exception as reason:
-            times.left_out[name] = f"{type(reason).__name__} {str(reason).partition(chr(10))[0]}"
+        except Exception as error:
+            times.left_out[name] = f"{type(error).__name__} {str(error).partition(chr(10))[0]}"
             continue
-        error = sampled_error(peer.outputs[-1], samples)
-        if not error <= TOLERANCES[name]:
-            raise BenchmarkError(f"{name}: {problem.chunk}: wrong results, relative error {error:.2g}")
+        relative_error = sampled_error(peer.outputs[-1], samples)
+        if not relative_error <= TOLERANCES[name]:
+            reason = f"wrong results, relative error {relative_error:.2g}"
+            if name == FA3:
+                raise BenchmarkError(f"{name}: {problem.chunk}: {reason}")
+            times.left_out[name] = reason
+            continue
         if name == FA3:  # every query of ours beside every one of an independent kernel
             expected = peer.outputs[-1].double()
             peers.check_close(PREFILL.name, torch.from_dlpack(ours.outputs[0]).double(), expected, TOLERANCES[FA3])
         times.us[name] = measured.us
-        times.figures.update({f"{name}_mhz": measured.sm_mhz, f"{name}_error": error})
+        times.figures.update({f"{name}_mhz": measured.sm_mhz, f"{name}_error": relative_error})
         del peer
         torch.cuda.empty_cache()
     return times

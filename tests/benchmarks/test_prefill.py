@@ -13,7 +13,7 @@ from tests.support.emulated_gpu import emulated_gpu
 
 pytest.importorskip("torch", reason="torch is not installed: it comes with the extra `torch`")
 
-from benchmarks import chunks, prefill, prefill_bytes
+from benchmarks import chunks, peers_prefill, prefill, prefill_bytes
 from benchmarks.chunks import GRID, Chunk, part
 
 __all__ = ["emulated_gpu"]
@@ -81,6 +81,20 @@ def test_a_peer_that_is_missing_is_named(problem: prefill.ChunkProblem, monkeypa
     times = prefill.measure_peers(problem, prefill.our_launches(problem), prefill.sampled_queries(problem))
     assert not times.us and {*times.left_out} == {"fa3_f16", "fa3_fp8"}
     assert "vllm" in times.left_out["fa3_f16"]
+
+
+def test_a_peer_with_wrong_results_is_left_out(problem: prefill.ChunkProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 3 in FP16 alone ends the suite: it is what all our results are compared with."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    peer = SimpleNamespace(outputs=torch.full((1, *problem.q.shape), torch.nan), calls=[])
+    monkeypatch.setattr(peers_prefill, "launches", lambda name, cache: peer)
+    monkeypatch.setattr(peers_prefill, "measure_peer", lambda peer, replays: SimpleNamespace(us=1.0, sm_mhz=1.0))
+    ours, samples = prefill.our_launches(problem), prefill.sampled_queries(problem)
+    with pytest.raises(BenchmarkError, match=r"fa3_f16: .*: wrong results, relative error nan"):
+        prefill.measure_peers(problem, ours, samples)
+    monkeypatch.setattr(peers_prefill, "names_for", lambda chunk: ["fa3_fp8"])
+    times = prefill.measure_peers(problem, ours, samples)
+    assert not times.us and times.left_out == {"fa3_fp8": "wrong results, relative error nan"}
 
 
 def test_bytes_are_split_by_side() -> None:
