@@ -294,7 +294,7 @@ struct HalfQuery {
     }
 };
 
-__device__ __forceinline__ void multiply_keys(float (&s)[KEYS / 2], u64 queries, u64 keys) {
+__device__ __forceinline__ void multiply_keys(Scores& s, u64 queries, u64 keys) {
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; ++k) {
         const u64 query = queries + (k / 4 * kQueryColumnBytes + k % 4 * 32) / 16;
@@ -303,8 +303,7 @@ __device__ __forceinline__ void multiply_keys(float (&s)[KEYS / 2], u64 queries,
     ptxlab::wgmma_commit();
 }
 
-__device__ __forceinline__ void multiply_values(float (&o)[HEAD_DIM / 2], const u32 (&weights)[KEYS / 16][4],
-                                                u64 values) {
+__device__ __forceinline__ void multiply_values(ValueSums& o, const Weights& weights, u64 values) {
 #pragma unroll
     for (int k = 0; k < KEYS / 16; ++k) ptxlab::wgmma_values(o, weights[k], values + k * 2048 / 16);
     ptxlab::wgmma_commit();
@@ -428,8 +427,8 @@ struct Workspace {
     }
 };
 
-// One of two warp groups: multiplies 64 rows of a tile, block by block. Products of a block's keys are issued together with
-// those of the values of the block before, in the group's turn; in the other group's turn comes the softmax.
+// One of two warp groups: multiplies 64 rows of a tile, block by block. Products of a block's keys are issued together
+// with those of the values of the block before, in the group's turn; in the other group's turn comes the softmax.
 struct Consumer {
     const unsigned short* q;
     const Results& results;
@@ -553,7 +552,7 @@ struct Consumer {
         while (has_tile) {
             SoftmaxRows rows;
             load_queries(rows, tile TIMELINE_ARGUMENT);
-            float o[HEAD_DIM / 2] = {};
+            ValueSums o = {};
             if (tile.begin < tile.end) attend(o, rows, tile TIMELINE_ARGUMENT);
             PHASE(EPILOGUE);
             if constexpr (kTileInShared) {

@@ -15,8 +15,8 @@ extern "C" __global__ void __launch_bounds__(256) dequant_qoq_vadd4(
     const uint2 q = __ldcs(qweight + index);
     const unsigned int s = __ldg(scale + (index >> shift));
     const unsigned int a = __ldg(offset + (index >> shift)) * 0x01010101u;
-    const uint2 first_eight =
-        ptxlab::dequant_qoq_vadd4(q.x, s, a);  // @word dequant_qoq_vadd4(q, scale, offset) -> uint2
+    // @word dequant_qoq_vadd4(q, scale, offset) -> uint2
+    const uint2 first_eight = ptxlab::dequant_qoq_vadd4(q.x, s, a);
     const uint2 second_eight = ptxlab::dequant_qoq_vadd4(q.y, s, a);
     __stcs(out + index, make_uint4(first_eight.x, first_eight.y, second_eight.x, second_eight.y));
 }

@@ -43,13 +43,12 @@ using u32 = unsigned;
 constexpr int kThreads = 128 * (WN + 1), kStrips = 4 * WN, kBlockChannels = 128, kSpreaders = 64;
 constexpr int kBlockGroups = kBlockChannels / GROUP, kGroupMmas = GROUP / 32;     // of a block of INT4; of a group
 constexpr int kBlock4Bytes = 1024 + 32 * kBlockGroups, kBlock8Bytes = 2048 + 32;  // bytes of a block of a strip
-constexpr int kScalesOffset = BM * kBlockChannels,
-              kSpreadOffset = kScalesOffset + BM * 16;  // where they lie in a stage, behind X
-constexpr int kSpreadBytes = ptxlab::SPREAD_BYTES<BM>,
-              kWeightsOffset = kSpreadOffset + 2 * kSpreadBytes;  // of two groups
+constexpr int kSpreadBytes = ptxlab::SPREAD_BYTES<BM>;  // of one group, of the two that a stage may have
+// Where they lie in a stage, behind X.
+constexpr int kScalesOffset = BM * kBlockChannels, kSpreadOffset = kScalesOffset + BM * 16;
+constexpr int kWeightsOffset = kSpreadOffset + 2 * kSpreadBytes;
 constexpr int kStageBytes = (kWeightsOffset + kStrips * kBlock8Bytes + 1023) / 1024 * 1024;
-constexpr int kWarpBufferBytes = 512;  // in which a warp transposes results
-constexpr bool kUneven = WN > 1;       // whether the warp groups that multiply get registers of the one that loads
+constexpr bool kUneven = WN > 1;  // whether the warp groups that multiply get registers of the one that loads
 constexpr int kConsumerRegisters = ptxlab::CONSUMER_REGISTERS[WN], kProducerRegisters = ptxlab::PRODUCER_REGISTERS[WN];
 static_assert(WN <= 4, "CONSUMER_REGISTERS and PRODUCER_REGISTERS have no more");
 static_assert(BM <= 128, "sums and totals have a register each");
@@ -102,18 +101,17 @@ __device__ __forceinline__ void clear_padding(unsigned char* stages, int tile_to
     ptxlab::fence_proxy_async();
 }
 
-// The warp group that loads: one thread of two warps asks, the copy engine copies; two warps spread the scales of X. A
-// row of W has `num_stages` blocks, the first `blocks4` of them INT4. NOTE as members of Schedule these give the consumer
-// other registers.
+// The warp group that loads: one thread in each of two warps issues copies; two warps spread the scales of X. A row of
+// W has `num_stages` blocks, the first `blocks4` of them INT4. NOTE as members of Schedule these give the consumer other
+// registers.
 __device__ __forceinline__ void produce(const Arguments& arguments, const Schedule& schedule, const int& blocks4,
                                         const int& num_stages, const Ring& ring,
                                         ptxlab::Slot<STAGES>& slot TIMELINE_PARAMETER) {
     const bool elected = ptxlab::elect();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const int pitch = blocks4 * kBlock4Bytes + (arguments.outliers > 0 ? kBlock8Bytes : 0);
-    const auto column = [&](int stage) {
-        return stage < blocks4 ? stage * kBlockGroups : arguments.K / GROUP;
-    };  // of its scales
+    // The first column of a stage's scales.
+    const auto column = [&](int stage) { return stage < blocks4 ? stage * kBlockGroups : arguments.K / GROUP; };
     const auto load_w = [&](int row_tile, int stage, unsigned char* stage_slot, u64* barrier) {
         const int bytes = stage < blocks4 ? kBlock4Bytes : kBlock8Bytes;
         ptxlab::mbarrier_arrive_expect(barrier, kStrips * bytes);
@@ -180,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a4_sm90(
     if (kUneven) ptxlab::more_registers<kConsumerRegisters>();
     ptxlab::Slot<STAGES> ahead;
     const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    unsigned char* buffer = buffers + (group * 4 + warp) * kWarpBufferBytes;
+    unsigned char* buffer = buffers + (group * 4 + warp) * ptxlab::WARP_BUFFER_BYTES;
     // Kept in registers, or the compiler works them out in every group: a lane's words of its warp's strip, its row's
     // scale, and its tokens'.
     u32 words = ptxlab::shared_address(stages) + kWeightsOffset + (group * 4 + warp) * kBlock8Bytes + lane * 16;

@@ -53,7 +53,6 @@ static_assert(WN <= 3, "registers");
 constexpr int kThreads = 128 * (WN + 1);
 constexpr int kStageBlocks = BK / 128, kWarpStrips = (STRIPS + 3) / 4;  // of a stage; that a warp asks for at most
 constexpr int kThreadTokens = (BM + 127) / 128;                         // whose scales a thread of a warp group loads
-constexpr int kWarpBufferBytes = 512;                                   // in which a warp transposes results
 constexpr int kConsumerRegisters = WN <= 2 ? 232 : 152, kProducerRegisters = 40;
 
 struct Arguments {
@@ -103,8 +102,8 @@ struct Schedule {
           num_row_tiles((num_strips + STRIPS - 1) / STRIPS), row_tiles(num_strips, num_row_tiles) {}
 };
 
-// The warp group that loads. One thread of each warp asks the copy engine: for every fourth strip; in the last warp, which
-// has the fewest strips, for X too.
+// The warp group that loads. One thread of each warp issues the copies of every fourth strip. The last warp, which has
+// the fewest strips, also copies X.
 __device__ __forceinline__ void produce(const Arguments& arguments, const Schedule& schedule, const Ring& ring,
                                         ptxlab::ExpertTiles<BM>& tiles, ptxlab::ExpertTile& tile,
                                         ptxlab::Slot<STAGES>& slot TIMELINE_PARAMETER) {
@@ -135,7 +134,7 @@ __device__ __forceinline__ void produce(const Arguments& arguments, const Schedu
                                           w + size_t(4 * i * pitch), bytes, barrier);
             }
 #pragma unroll
-            for (int i = 0; i < kStageBlocks; ++i)  // X by the last warp, which has the fewest strips
+            for (int i = 0; i < kStageBlocks; ++i)
                 if (elected && warp == 3)
                     ptxlab::tensor_load(x_slot + i * BM * 128, arguments.x, (stage * kStageBlocks + i) * 128,
                                         tile.token0, barrier);
@@ -163,8 +162,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_grouped_sm90
     const Arguments arguments{strips, w_zero, &x, w_scale, bias, M, N};
     if (threadIdx.x == 128) init_barriers(ring);  // not by the producer, which has divisions to do
     const Schedule schedule(N, K);
-    unsigned char* buffers = stages + STAGES * Stage::BYTES;  // 512 bytes of each warp
-    TokenConstants* token_constants = reinterpret_cast<TokenConstants*>(buffers + WN * 4 * kWarpBufferBytes);
+    unsigned char* buffers = stages + STAGES * Stage::BYTES;
+    TokenConstants* token_constants = reinterpret_cast<TokenConstants*>(buffers + WN * 4 * ptxlab::WARP_BUFFER_BYTES);
 
     if (threadIdx.x == 0) ptxlab::launch_dependents();
     ptxlab::wait_for_predecessors();
@@ -211,9 +210,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_grouped_sm90
                                           {row_zero[h][0], row_zero[h][1]},
                                           {row_scale[h][0], row_scale[h][1]},
                                           {row_bias[h][0], row_bias[h][1]}};
-            ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * kWarpBufferBytes, lane,
-                                             tile.token0, (strip0 + (wn * MN + h) * 4 + warp) * 16, tile.end_token, N,
-                                             min(N, end_strip * 16), [](int) { return true; });  // all sums are here
+            ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * ptxlab::WARP_BUFFER_BYTES,
+                                             lane, tile.token0, (strip0 + (wn * MN + h) * 4 + warp) * 16,
+                                             tile.end_token, N, min(N, end_strip * 16),
+                                             [](int) { return true; });  // all sums are here
         }
     }
 }

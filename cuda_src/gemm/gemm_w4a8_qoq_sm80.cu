@@ -116,8 +116,8 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_sm
     ptxlab::cp_async_wait<0>();
     __syncthreads();
     int* result_tile = reinterpret_cast<int*>(ring);
-    for (int adding_warp = 0; adding_warp < WK; ++adding_warp) {
-        if (wk == adding_warp) {
+    for (int k_warp = 0; k_warp < WK; ++k_warp) {
+        if (wk == k_warp) {
 #pragma unroll
             for (int a = 0; a < 2; ++a)
 #pragma unroll
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_sm
                         const int n = wn * 32 + a * 16 + g + c / 2 * 8,
                                   token = wm * Tile::TOKENS + m * 8 + lane % 4 * 2 + c % 2;
                         int& sum = result_tile[token * TILE_PITCH + n];
-                        sum = adding_warp ? sum + acc[a][m][c] : acc[a][m][c];
+                        sum = k_warp ? sum + acc[a][m][c] : acc[a][m][c];
                     }
         }
         __syncthreads();

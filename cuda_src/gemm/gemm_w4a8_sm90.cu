@@ -63,7 +63,6 @@ constexpr int kProducerRegisters = kConsumerGroups == 1 ? 56 : kConsumerGroups <
 constexpr int kStageBlocks = BK / 128, kStageBlockBytes = kStageBlocks * Stage::BLOCK;  // of a strip
 constexpr int kWarpStrips = (STRIPS + 3) / 4;                                           // that a producer warp copies
 constexpr int kThreadTokens = (BM + 127) / 128;  // whose constants a thread of a warp group loads
-constexpr int kWarpBufferBytes = 512;            // in which a warp transposes results
 static_assert(STRIPS <= kMmaTiles * 4, "a warp has MN strips");
 static_assert(STAGES >= 2 * WK, "a slot is given back while the next stage is worked on");
 using ClusterSums = ptxlab::Epilogue<kMmaTiles, BM, SPLIT>;
@@ -77,12 +76,12 @@ struct Arguments {
     int M, N, K;
 };
 
-__device__ __forceinline__ void init_barriers(const Ring& ring, u64* received) {
+__device__ __forceinline__ void init_barriers(const Ring& ring, u64* arrived) {
     for (int s = 0; s < STAGES; ++s) {
         ptxlab::mbarrier_init(&ring.full[s], 4);
         ptxlab::mbarrier_init(&ring.empty[s], 128 * WN);
     }
-    if (SPLIT > 1) ClusterSums{nullptr, nullptr, received, int(ptxlab::cluster_rank())}.expect();
+    if (SPLIT > 1) ClusterSums{nullptr, nullptr, arrived, int(ptxlab::cluster_rank())}.expect();
     ptxlab::fence_mbarrier_init();
 }
 
@@ -122,8 +121,8 @@ __device__ __forceinline__ void clear_padding(unsigned char* ring, int tile_toke
     ptxlab::fence_proxy_async();
 }
 
-// The warp group that loads. One thread of each warp issues the copies of every fourth strip. The last warp, which has the
-// fewest strips, also copies X.
+// The warp group that loads. One thread of each warp issues the copies of every fourth strip. The last warp, which has
+// the fewest strips, also copies X.
 __device__ __forceinline__ void produce(const Arguments& arguments, const Schedule& schedule, const Ring& ring,
                                         Slot& slot TIMELINE_PARAMETER) {
     const bool elected = ptxlab::elect();
@@ -275,14 +274,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_sm90(
     void* __restrict__ y,            // [M, N], by OUT; [M, N / 2] if FUSED == 1
     int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char stages[];  // then sums of other blocks, buffers, TokenConstants
-    __shared__ u64 full[STAGES], empty[STAGES], received;
+    __shared__ u64 full[STAGES], empty[STAGES], arrived;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const Ring ring{stages, full, empty};
-    if (threadIdx.x == 128) init_barriers(ring, &received);  // not by the producer, which has divisions to do
+    if (threadIdx.x == 128) init_barriers(ring, &arrived);  // not by the producer, which has divisions to do
     const Arguments arguments{strips, w_zero, &x, w_scale, x_scale, bias, x_sum, y, M, N, K};
     const Schedule schedule(M, N, K);
     unsigned char* cluster_sums = stages + STAGES * Stage::BYTES;
-    const ClusterSums sums{reinterpret_cast<int4*>(cluster_sums), nullptr, &received, schedule.slice};
+    const ClusterSums sums{reinterpret_cast<int4*>(cluster_sums), nullptr, &arrived, schedule.slice};
     if (schedule.tile_tokens < BM) clear_padding(stages, schedule.tile_tokens);
     __syncthreads();
     if (SPLIT > 1) ptxlab::cluster_arrive();
@@ -297,7 +296,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_sm90(
     ptxlab::more_registers<kConsumerRegisters>();
     const ConsumerThread self;
     const int wn = self.wn, wk = self.wk, thread = self.thread, warp = self.warp, lane = self.lane;
-    TokenConstants* token_constants = reinterpret_cast<TokenConstants*>(buffers + WN * 4 * kWarpBufferBytes) + wn;
+    TokenConstants* token_constants =
+        reinterpret_cast<TokenConstants*>(buffers + WN * 4 * ptxlab::WARP_BUFFER_BYTES) + wn;
     if (WK > 1)
         for (int i = 0; i < wk; ++i) slot.advance();
     for (int tile_index = blockIdx.x / SPLIT; tile_index < schedule.num_tiles; tile_index += gridDim.x / SPLIT) {
@@ -346,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_sm90(
                                           {row_scale[h][0], row_scale[h][1]},
                                           {row_bias[h][0], row_bias[h][1]}};
             ptxlab::store_fragments<OUT, BM, FUSED>(
-                acc[h], scaling, y, buffers + (wn * 4 + warp) * kWarpBufferBytes, lane, tile.token0,
+                acc[h], scaling, y, buffers + (wn * 4 + warp) * ptxlab::WARP_BUFFER_BYTES, lane, tile.token0,
                 (tile.strip0 + mma_tile * 4 + warp) * 16, min(M, tile.token0 + schedule.tile_tokens), N,
                 min(N, tile.end_strip * 16),
                 [&](int piece) { return ClusterSums::owner(mma_tile, piece) == schedule.slice; });

@@ -186,8 +186,8 @@ __device__ __forceinline__ void produce(const Arguments& arguments, const Schedu
     if (elected) ptxlab::launch_dependents();  // its loads would come between these
 }
 
-// Zeros in the sums, and in the tokens that fill up row-major X. These come by no copy: rows outside the matrix are slow
-// to come. By the warps that multiply.
+// The warps that multiply put zeros into the sums, and into the tokens that fill up row-major X. No copy brings those:
+// rows outside the matrix are slow to come.
 __device__ __forceinline__ void clear_shared_memory(const Arguments& arguments, const Schedule& schedule,
                                                     const Buffers& buffers, int warp) {
     for (int i = threadIdx.x; i < 2 * kSums; i += 32 * kConsumerWarps) buffers.sums[i] = 0;

@@ -40,14 +40,13 @@ namespace {
 using ptxlab::u64;
 using u32 = unsigned;
 constexpr int kThreads = 128 * (WN + 1), kStrips = 4 * WN, kUnpackers = 64;
-constexpr int kBlockChannels = 128, kHalfBytes = BM * 64,
-              kBlockBytes = 1024 + 32;  // 64 bytes of all tokens; bytes of a block of a strip
-constexpr int kPackedOffset = 2 * kHalfBytes, kScalesOffset = 3 * kHalfBytes,
-              kSpreadOffset = kScalesOffset + BM * 16;  // where they lie in a stage, behind X
+constexpr int kBlockChannels = 128, kBlockBytes = 1024 + 32;  // of a block of a strip
+constexpr int kHalfBytes = BM * 64;                           // of half a stage's channels of X
+// Where they lie in a stage, behind X.
+constexpr int kPackedOffset = 2 * kHalfBytes, kScalesOffset = 3 * kHalfBytes, kSpreadOffset = kScalesOffset + BM * 16;
 constexpr int kWeightsOffset = kSpreadOffset + ptxlab::SPREAD_BYTES<BM>;
 constexpr int kStageBytes = (kWeightsOffset + kStrips * kBlockBytes + 1023) / 1024 * 1024;
-constexpr int kWarpBufferBytes = 512;  // in which a warp transposes results
-constexpr bool kUneven = WN > 1;       // whether the warp groups that multiply get registers of the one that loads
+constexpr bool kUneven = WN > 1;  // whether the warp groups that multiply get registers of the one that loads
 constexpr int kConsumerRegisters = ptxlab::CONSUMER_REGISTERS[WN], kProducerRegisters = ptxlab::PRODUCER_REGISTERS[WN];
 static_assert(WN <= 4, "CONSUMER_REGISTERS and PRODUCER_REGISTERS have no more");
 static_assert(BM <= 128, "sums and totals have a register each");
@@ -122,8 +121,7 @@ __device__ __forceinline__ void clear_padding(unsigned char* stages, int tile_to
     ptxlab::fence_proxy_async();
 }
 
-// The warp group that loads: one thread of two warps asks, the copy engine copies; two warps unpack X and spread its
-// scales.
+// The warp group that loads: one thread in each of two warps issues copies; two warps unpack X and spread its scales.
 __device__ __forceinline__ void produce(const Arguments& arguments, const Schedule& schedule, const Ring& ring,
                                         ptxlab::Slot<STAGES>& slot TIMELINE_PARAMETER) {
     const bool elected = ptxlab::elect();
@@ -196,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
     if (kUneven) ptxlab::more_registers<kConsumerRegisters>();
     ptxlab::Slot<STAGES> ahead;
     const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    unsigned char* buffer = buffers + (group * 4 + warp) * kWarpBufferBytes;
+    unsigned char* buffer = buffers + (group * 4 + warp) * ptxlab::WARP_BUFFER_BYTES;
     // Kept in registers, or the compiler works them out in every block: a lane's words of its warp's strip, its row's
     // scale, and its tokens'.
     u32 words = ptxlab::shared_address(stages) + kWeightsOffset + (group * 4 + warp) * kBlockBytes + lane * 16;

@@ -39,7 +39,6 @@ constexpr int kThreads = 128 * (WN + 1), kTileRows = 64 * WN;
 constexpr int kBoxChannels = 128, kBoxes = BK / kBoxChannels;  // of an operand in a stage
 constexpr int kXBytes = BM * BK, kStageBytes = kXBytes + kTileRows * BK;
 constexpr int kThreadTokens = (BM + 127) / 128;  // whose scales a thread of a warp group loads
-constexpr int kWarpBufferBytes = 512;            // in which a warp transposes results
 constexpr bool kUneven = WN > 1;                 // with one warp group there are registers enough for all
 constexpr int kConsumerRegisters = WN <= 2 ? 232 : 152, kProducerRegisters = 40;
 static_assert(WN <= 3, "registers of four warp groups that multiply would have to be shared out otherwise");
@@ -179,15 +178,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w8a8_sm90(
     void* __restrict__ y,                         // [M, N], by OUT
     int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char stages[];  // then sums of other blocks, buffers, scales
-    __shared__ u64 full[STAGES], empty[STAGES], received;
+    __shared__ u64 full[STAGES], empty[STAGES], arrived;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const Ring ring{stages, full, empty};
     const Schedule schedule(M, N, K);
     const int tile_tokens = schedule.tile_tokens;
     unsigned char* cluster_sums = stages + STAGES * kStageBytes;
-    const ClusterSums sums{reinterpret_cast<int4*>(cluster_sums), nullptr, &received, schedule.slice};
+    const ClusterSums sums{reinterpret_cast<int4*>(cluster_sums), nullptr, &arrived, schedule.slice};
     unsigned char* buffers = cluster_sums + ClusterSums::RECEIVE_BYTES;
-    float* scales = reinterpret_cast<float*>(buffers + WN * 4 * kWarpBufferBytes);  // [WN][2][BM]: of tiles in turn
+    float* scales =
+        reinterpret_cast<float*>(buffers + WN * 4 * ptxlab::WARP_BUFFER_BYTES);  // [WN][2][BM]: of tiles in turn
     if (tile_tokens < BM) clear_padding(stages, tile_tokens);
     if (threadIdx.x == 0) init_barriers(ring, sums);
     __syncthreads();
@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w8a8_sm90(
     // The consumer: a warp group that multiplies.
     if (kUneven) ptxlab::more_registers<kConsumerRegisters>();
     const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    scales += group * 2 * BM, buffers += (group * 4 + warp) * kWarpBufferBytes;
+    scales += group * 2 * BM, buffers += (group * 4 + warp) * ptxlab::WARP_BUFFER_BYTES;
     ptxlab::wait_for_predecessors();
     for (int tile_index = blockIdx.x / SPLIT, buffer_index = 0; tile_index < schedule.num_tiles;
          tile_index += gridDim.x / SPLIT, buffer_index ^= 1) {

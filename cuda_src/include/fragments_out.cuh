@@ -2,8 +2,7 @@
 // group. A warp has 16 rows of W (n) and TOKENS columns; lane 4 g + t holds, of every 8 tokens, rows g, g, g + 8, g + 8
 // at tokens 2 t, 2 t + 1, twice.
 //
-// 2-byte outputs   16 tokens at a time, transposed through 512 bytes of shared memory (`TokenTranspose`): 16 bytes a
-//                  lane.
+// 2-byte outputs   16 tokens at a time, transposed through shared memory (`TokenTranspose`): 16 bytes a lane.
 // 4-byte outputs   from the registers: eight lanes write one sector of 32 bytes.
 // SILU_MUL         a lane has gate and up, so 8 features are left: 32 tokens at a time, 16 bytes each, a lane per token.
 #pragma once
@@ -20,6 +19,8 @@ struct Scaling {
     float w_scale[2];
     float bias[2];  // -0 where there is none: adding it changes nothing
 };
+
+constexpr int WARP_BUFFER_BYTES = 512;  // in which a warp transposes results
 
 // Results in pairs of tokens to 8 rows of one token a lane: one stmatrix.x4.trans turns four 8 x 8 matrices [n][token]
 // over, and 16 tokens x 16 rows lie in shared memory, 32 bytes per token, from where each lane takes 16 bytes. The halves
@@ -49,11 +50,11 @@ __device__ __forceinline__ float scaled(int acc, float x_scale, float w_scale, f
 }
 
 // Tokens token0 .. of rows n0 .. n0 + 15, as far as they are below M and `end`; `owns(piece)` says whether the sums of
-// tokens 8 * piece .. are here. `buffer`: 512 bytes of this warp. SILU_MUL: Y has half as many columns, N / 2.
-template <int KIND, int TOKENS, int WITH = 0, class Own>
+// tokens 8 * piece .. are here. `buffer`: WARP_BUFFER_BYTES of this warp. SILU_MUL: Y has half as many columns, N / 2.
+template <int KIND, int TOKENS, int WITH = 0, class Owns>
 __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], const Scaling& s, void* y,
                                                 unsigned char* buffer, int lane, int token0, int n0, int M, int N,
-                                                int end, Own owns) {
+                                                int end, Owns owns) {
     static_assert(WITH == 0 || KIND < 2, "to 16 bits each");
     const int g = lane / 4, t = lane % 4;
     if constexpr (WITH == SILU_MUL) {
@@ -126,7 +127,7 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
 }
 
 // The same of f32 totals, as far as they are below M and N, with the bias of rows g and g + 8 (-0 where there is
-// none), to f16 (KIND 0), bf16 (1) or f32 (2). `buffer`: 512 bytes of this warp.
+// none), to f16 (KIND 0), bf16 (1) or f32 (2). `buffer`: WARP_BUFFER_BYTES of this warp.
 template <int KIND, int TOKENS>
 __device__ __forceinline__ void store_totals(const float (&total)[TOKENS / 2], const float (&bias)[2], void* y,
                                              unsigned char* buffer, int lane, int token0, int n0, int M, int N) {

@@ -80,8 +80,8 @@ __device__ __forceinline__ void spread_scales(float* spread, const __half* scale
         spread[m / 16 * 16 + m / 2 % 4 * 4 + m / 8 % 2 * 2 + m % 2] = m < TOKENS ? __half2float(scales[m * 8]) : 0.0f;
 }
 
-// total += sum * (x * w) for a warp's 16 rows sum from ZERO on; `scales` are those of the tokens, spread. A product
-// counts UNIT times. INT4: both operands are, and their sums have 14 bits: times an f16, exact.
+// total += sum * (x * w) for a warp's 16 rows sum from ZERO on; `spread`: where spread_scales has put the tokens'
+// scales. A product counts UNIT times. INT4: both operands are, and their sums have 14 bits: times an f16, exact.
 template <bool INT4, int UNIT, int SUMS>
 __device__ __forceinline__ void add_group(float (&total)[SUMS], const int (&sum)[SUMS], unsigned row_scales,
                                           unsigned spread) {

@@ -17,8 +17,8 @@ __device__ __forceinline__ int chunk_at(int row, int chunk) {
     return row * ROW_BYTES + ((chunk ^ (row >> 1 & 3)) * 16);
 }
 
-// Bytes first .. first + 63 of ROWS rows from row0 on, of a matrix of so many rows and bytes per row, a multiple of 16;
-// what lies outside becomes zero.
+// Bytes first_byte .. first_byte + 63 of ROWS rows from row0 on, of a matrix of so many rows and bytes per row, a
+// multiple of 16; what lies outside becomes zero.
 template <int ROWS, int THREADS>
 __device__ __forceinline__ void fetch_rows(unsigned char* destination, const unsigned char* source, int row0, int rows,
                                            int first_byte, int bytes) {
@@ -67,7 +67,7 @@ struct RowsTile {
         : M(M), N(N), token_tiles((M + COLUMNS - 1) / COLUMNS), token0(token0), row0(row0), lane(threadIdx.x % 32),
           wn(threadIdx.x / 32 % WN), wm(threadIdx.x / 32 / WN) {}
 
-    // A stage of an operand: bytes first .. first + 63 of its rows, which have so many.
+    // A stage of an operand: bytes first_byte .. first_byte + 63 of its rows, which have so many.
     __device__ __forceinline__ void fetch_w(unsigned char* destination, const unsigned char* w, int first_byte,
                                             int bytes) const {
         fetch_rows<ROWS, THREADS>(destination, w, row0, N, first_byte, bytes);

@@ -63,7 +63,7 @@ struct Schedule {
           first_stage(k_stages * rank / CLUSTER), num_stages(k_stages * (rank + 1) / CLUSTER - first_stage) {}
 };
 
-// By the thread that loads: it asks, the copy engine copies.
+// The thread that loads: it issues the copies of all stages.
 __device__ __forceinline__ void load_stages(const unsigned char* blocks, const ptxlab::TensorMap& x,
                                             const Schedule& schedule, unsigned char* ring, u64* full, u64* empty,
                                             ptxlab::Slot<STAGES>& slot TIMELINE_PARAMETER) {

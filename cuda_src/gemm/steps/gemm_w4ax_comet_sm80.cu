@@ -37,8 +37,8 @@ struct Work {
 constexpr int WHOLE = -1;
 
 // Of the last round's tiles, which `cut` blocks have, quarters go away: from the block that ends last to the one that
-// ends first, of several the lowest, while it helps. So gift k comes from block k mod cut, as the last quarter it has, and
-// goes to the idle block k mod idle.
+// ends first, of several the lowest, while it helps. So moved quarter k comes from block k mod cut, as the last quarter
+// it has, and goes to the idle block k mod idle.
 struct DecomposedTiles : ptxlab::RemappedTiles<RATIO> {
     const int cut, idle, moved_quarters, given_quarters, received_quarters, whole_tiles;
 
@@ -48,7 +48,8 @@ struct DecomposedTiles : ptxlab::RemappedTiles<RATIO> {
           received_quarters(me < cut ? 0 : share(moved_quarters, me - cut, idle)),
           whole_tiles(RemappedTiles::count() - (given_quarters > 0)) {}
 
-    // Gifts until a block that gave away a quarters and one that got b would end no further apart than a quarter: a + b = 3.
+    // Quarters to move until a block that gave a of them away and one that received b would end no further apart than a
+    // quarter: a + b = 3.
     static __device__ __forceinline__ int helpful(int cut, int idle) {
         return min(min(3 * idle, max(cut, 2 * idle)), min(max(2 * cut, idle), 3 * cut));
     }
