@@ -299,10 +299,8 @@ def test_steps_with_the_rewrite_of_qserves_channel_gemm(tiny_gpu: pytest.MonkeyP
         models, "random_model", lambda *of, model=models.random_model: launched_names.extend(of[1:]) or model(*of)
     )
     (row,) = models.system_rows(TINY, "channel_sm80", (1,), {}, CEILINGS, lambda _: None)
-    assert launched_names[:2] == ["qoq_channel", "qserve"] and (row.kernel, row.measure) == (
-        "channel_sm80",
-        "per channel",
-    )
+    assert launched_names[:2] == ["qoq_channel", "qserve"]
+    assert (row.kernel, row.measure) == ("channel_sm80", "per channel")
 
 
 @pytest.mark.full

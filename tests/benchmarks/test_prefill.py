@@ -85,7 +85,8 @@ def test_a_peer_that_is_missing_is_named(problem: prefill.ChunkProblem, monkeypa
 
 def test_a_peer_with_wrong_results_is_left_out(problem: prefill.ChunkProblem, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention 3 in FP16 alone ends the suite: it is what all our results are compared with."""
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    import torch
+
     peer = SimpleNamespace(outputs=torch.full((1, *problem.q.shape), torch.nan), calls=[])
     monkeypatch.setattr(peers_prefill, "launches", lambda name, cache: peer)
     monkeypatch.setattr(peers_prefill, "measure_peer", lambda peer, replays: SimpleNamespace(us=1.0, sm_mhz=1.0))

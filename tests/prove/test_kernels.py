@@ -53,15 +53,11 @@ def own_kernel(tmp_path: Path) -> str:
     return str(path)
 
 
-def one(name: str, claim: str, source: int = 0) -> Decision:
+def one(name: str, claim_name: str, source: int = 0) -> Decision:
     """Decide a claim of a spec on one of its sources."""
     spec, sources = registry.find(name)
-    claim_of_spec = next(c for c in spec.claims if c.name == claim)
-    return decide(
-        Claim(
-            name, claim, claim_of_spec.text, lambda: query(spec, sources[source], claim_of_spec), claim_of_spec.expect
-        )
-    )
+    claim = next(c for c in spec.claims if c.name == claim_name)
+    return decide(Claim(name, claim_name, claim.text, lambda: query(spec, sources[source], claim), claim.expect))
 
 
 @pytest.mark.full
@@ -140,9 +136,9 @@ def test_an_own_kernel_is_proved_within_its_range_and_refuted_beyond(own_kernel:
     code, output, _ = cli(
         "prove", own_kernel, "--assume", "scale <= 18", "--claim", CLAIM, "--out", str(path), "--json"
     )
-    (verdict,) = json.loads(output)
-    assert code == 1 and verdict["verdict"] == "refuted"
-    model = verdict["counterexample"]
+    (decision,) = json.loads(output)
+    assert code == 1 and decision["verdict"] == "refuted"
+    model = decision["counterexample"]
     wrong = [i for i in range(4) if model[f"wrong[{i}]"]]
     assert wrong and model["scale[0]"] == 18
     code, _, error = cli("run", own_kernel, "--in", str(path), "--out", str(out))
@@ -211,19 +207,8 @@ def test_two_spellings_are_compared_on_all_inputs(own_kernel: str, tmp_path: Pat
     assert cli("prove", own_kernel, "--equals", str(respelled))[0] == 0
     respelled.write_text(MINE.replace("0x0f0f0f0f", "0x1f0f0f0f"))
     assert cli("prove", own_kernel, "--equals", str(respelled))[0] == 1
-    assert (
-        cli(
-            "prove",
-            own_kernel,
-            "--equals",
-            str(respelled),
-            "--claim",
-            "out.u8[i] == other.out.u8[i]",
-            "--assume",
-            "scale == 0",
-        )[0]
-        == 0
-    )
+    options = ("--claim", "out.u8[i] == other.out.u8[i]", "--assume", "scale == 0")
+    assert cli("prove", own_kernel, "--equals", str(respelled), *options)[0] == 0
 
 
 def test_a_number_of_64_bits_is_no_pointer(tmp_path: Path) -> None:
@@ -326,7 +311,7 @@ def test_a_whole_warp_is_followed(tmp_path: Path, cli) -> None:
 
 
 @pytest.mark.full
-def test_undecided_in_time_is_3(own_kernel: str, cli) -> None:
+def test_undecided_in_time_is_3(cli) -> None:
     code, output, _ = cli("prove", "dequant_lqq.ptx", "--seconds", "0.001", "--claim", "out[i] == 0")
     assert code == 3 and "undecided" in output
 

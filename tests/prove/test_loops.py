@@ -27,7 +27,7 @@ def tile(old: str = "", new: str = "") -> str:
 
 @pytest.mark.default_cases("%o1, %*", "    ad*")
 @pytest.mark.parametrize(
-    ("old", "new", "property"),
+    ("old", "new", "claim"),
     [
         ("%a1, %q1, 0x0f0f0f0f", "%a1, %q1, 0x1f0f0f0f", "dequantises"),  # five bits of a nibble
         ("%o1, %pair, 0, 0x1111", "%o1, %pair, 0, 0x1101", "dequantises"),  # another byte among the offsets
@@ -37,11 +37,11 @@ def tile(old: str = "", new: str = "") -> str:
         ("    add.u32         %step, %step, 1;\n    add.u64", "    shl.b32 %c0, %c0, 1;\n    add.u64", "sums_fit"),
     ],
 )
-def test_a_mistake_in_the_body_is_refuted(old: str, new: str, property: str, tmp_path: Path) -> None:
+def test_a_mistake_in_the_body_is_refuted(old: str, new: str, claim: str, tmp_path: Path) -> None:
     loop = MAIN_LOOPS[TILE]
-    bounds = (loop.max_products,) if property == "sums_fit" else ()
-    assert loop_verdict(tile(), property, loop, *bounds, tmp_path=tmp_path) == "proved"
-    assert loop_verdict(tile(old, new), property, loop, *bounds, tmp_path=tmp_path) == "refuted"
+    bounds = (loop.max_products,) if claim == "sums_fit" else ()
+    assert loop_verdict(tile(), claim, loop, *bounds, tmp_path=tmp_path) == "proved"
+    assert loop_verdict(tile(old, new), claim, loop, *bounds, tmp_path=tmp_path) == "refuted"
 
 
 def test_a_sum_has_room_for_as_many_products_as_said_and_no_more(tmp_path: Path) -> None:
@@ -241,15 +241,15 @@ def test_words_of_an_operand_are_int4_or_int8_together(words: str, expected: str
 @pytest.mark.parametrize(
     ("offset", "step", "expected"),
     [
-        ("", "mul.lo.u32 %a, %a, %b; // @lanes d:u8x4 a:u8x4 b:u32", "proved"),
-        ("", "mul.lo.u32 %a, %a, %n; // @lanes d:u8x4 a:u8x4 b:u32", "refuted"),  # any scale
+        ("0", "mul.lo.u32 %a, %a, %b; // @lanes d:u8x4 a:u8x4 b:u32", "proved"),
+        ("0", "mul.lo.u32 %a, %a, %n; // @lanes d:u8x4 a:u8x4 b:u32", "refuted"),  # any scale
         ("0", "mad.lo.u32 %a, %a, %b, %c; // @lanes d:u8x4 a:u8x4 b:u32 c:u8x4", "proved"),
         ("0x01010101", "mad.lo.u32 %a, %a, %b, %c; // @lanes d:u8x4 a:u8x4 b:u32 c:u8x4", "refuted"),  # 15*17 + 1
     ],
 )
 def test_scales_up_to_17_keep_products_of_nibbles_apart(offset: str, step: str, expected: str, tmp_path: Path) -> None:
     body = f""".reg .u32 %c; again: ld.global.u32 %a, [%x]; ld.global.nc.u8 %b, [%x+4]; and.b32 %a, %a, 0x0f0f0f0f;
-    mov.u32 %c, {offset or 0};
+    mov.u32 %c, {offset};
     {step}
     dp4a.u32.s32 %s, %a, %n, %s;"""
     assert loop_verdict(loop_text(body), "dequantises", LoopClaim(packed="scaled"), tmp_path=tmp_path) == expected

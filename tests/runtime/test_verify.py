@@ -146,8 +146,8 @@ def test_asynchronous_kernels_are_verified_early_and_late() -> None:
     job = verify.Job(spec, source, "emulator", {"P": 11, "B": 2})
     verdict_of_run = verify.verify(job)
     assert verdict_of_run.passed and verdict_of_run.detail == "equal to the reference, checks clean, early and late"
-    body_without_wait = replace(source, text=source.text.replace("cp.async.wait_group 3;", ""))
-    verdict_of_run = verify.verify(replace(job, source=body_without_wait))
+    source_without_wait = replace(source, text=source.text.replace("cp.async.wait_group 3;", ""))
+    verdict_of_run = verify.verify(replace(job, source=source_without_wait))
     assert not verdict_of_run.passed and "256 of 256 elements differ from the reference" in verdict_of_run.detail
 
 

@@ -54,8 +54,8 @@ class PublicCall(NamedTuple):
 
 _NORM = ("x", "gamma", "residual", "normed", "out")
 CALLS = {
-    call.call.__name__: call
-    for call in (
+    public_call.call.__name__: public_call
+    for public_call in (
         PublicCall(
             ptxlab.gemm_w4a8,
             GemmOptions,

@@ -80,7 +80,7 @@ class ServedModel:
     def logits(self, rows: Rows) -> Tensor:
         """Compute the logits f32 [tokens of the batch, vocabulary] of a step."""
         tokens = torch.tensor([token for *_, new in rows for token in new])
-        positions = torch.tensor([done + position for _, done, new in rows for position in range(len(new))])
+        positions = torch.tensor([done + offset for _, done, new in rows for offset in range(len(new))])
         batch = self.batch(rows)
         metadata = dict.fromkeys(self.specs, self.builder.build(0, batch))
         slots = dict.fromkeys(self.specs, batch.slot_mapping)

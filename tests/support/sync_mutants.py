@@ -16,7 +16,7 @@ from ptxlab.emulator.front import ir
 from ptxlab.errors import EmulationError, VerificationError
 from ptxlab.runtime import Kernel
 
-# A barrier, too, orders what fence.mbarrier_init does.
+# Without fence.mbarrier_init: barriers order the same.
 SYNCHRONISING = re.compile(
     r"(bar|barrier)\.(cta\.|warp\.)?(sync|arrive|red)|barrier\.cluster\.|(cp\.async(\.bulk)?|wgmma)\.(commit_group|wait_group)"
     r"|wgmma\.fence|mbarrier\.(arrive|try_wait|test_wait)|cp\.async\.mbarrier\.arrive|fence\.(?!mbarrier_init)|griddepcontrol\.wait"

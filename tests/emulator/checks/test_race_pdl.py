@@ -93,8 +93,8 @@ def test_one_thread_waits_for_those_behind_a_barrier() -> None:
     findings = outcome(alone)
     expect(findings, alone, read="%r6, [%x1]", write="[%x0], %r5")
     assert [f.count for f in findings] == [2 * (THREADS - 1)] * 2 and {f.thread for f in findings} == {(1, 0, 0)}
-    body_without_wait = body.replace("bar.sync 0;\n", "").replace(f"@%q {WAIT}", f"bar.sync 0;\n@%q {WAIT}")
-    assert len(outcome(body_without_wait)) == 2
+    barrier_before_wait = body.replace("bar.sync 0;\n", "").replace(f"@%q {WAIT}", f"bar.sync 0;\n@%q {WAIT}")
+    assert len(outcome(barrier_before_wait)) == 2
 
 
 def test_a_read_that_acquires_lies_behind_the_wait_that_it_learns_of() -> None:

@@ -65,15 +65,15 @@ def alone(program: Program, space: str, base: str) -> None:
         compared = first if program.chance(0.5) else program.input(t)
         sources.append(compared)
         operands = f"{compared.text}, {operand.text}"
-    d, stored_registers = program.register(bits), program.register(bits)
+    d, stored_register = program.register(bits), program.register(bits)
     returns = name in ("exch", "cas") or program.chance(0.7)
     opcode = f"{'atom' if returns else 'red'}{order}{space}.{name}{noftz}.{t}"
     lines = [
         f"st{space}.b{bits} [{base}], {first.text};",
         f"{opcode} {f'{d}, ' * returns}[{base}], {operands};",
-        f"ld{space}.b{bits} {stored_registers}, [{base}];",
+        f"ld{space}.b{bits} {stored_register}, [{base}];",
     ]
-    registers = [(stored_registers, t), *[(d, t)] * returns]
+    registers = [(stored_register, t), *[(d, t)] * returns]
     program.sequence(lines, opcode, registers, tuple[Source, ...](sources))
 
 
@@ -104,7 +104,7 @@ def meeting(program: Program) -> None:
     bits, words = int(t[1:]), program.pick(1, 2, 4, 8)
     operand = str(program.pick(3, 7, 100, 0xFFFFFFFF)) if name == "inc" else program.input(t).text
     index, is_first = program.register(32), program.register(1)
-    base, stored_registers = program.register(64 if space == "global" else 32), program.register(bits)
+    base, stored_register = program.register(64 if space == "global" else 32), program.register(bits)
     symbol, wide = ("memory", "wide") if space == "global" else ("tile", "lo")
     move = f"mov.u{64 if space == 'global' else 32} {base}, {symbol};"
     start = 0 if name == "inc" else int(DOMAINS[t].draw(program.rng, 1)[0])
@@ -123,7 +123,7 @@ def meeting(program: Program) -> None:
         "bar.sync 0;",
         f"{kind}.{space}.{name}.{t} {target}{place}, {operand};",
         "bar.sync 0;",
-        f"ld.{space}.b{bits} {stored_registers}, {place};",
+        f"ld.{space}.b{bits} {stored_register}, {place};",
         "bar.sync 0;",
     ]
-    program.sequence(lines, f"{kind}.{space}.{name}.{t} of many", [(stored_registers, t)], how=How(crosses=True))
+    program.sequence(lines, f"{kind}.{space}.{name}.{t} of many", [(stored_register, t)], how=How(crosses=True))

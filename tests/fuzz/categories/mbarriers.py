@@ -27,7 +27,7 @@ def generate(rng: np.random.Generator, category: str) -> Program:
 def alone(program: Program, barriers: str, one: str, expected: int) -> None:
     """Let one thread arrive, drop out, test states and parities; `missing` never falls below what a phase has left."""
     (end,) = program.labels(1)
-    clearing, lines, stored_registers, missing = [], [f"@!{one} bra {end};"], [], expected
+    clearing, lines, result_registers, missing = [], [f"@!{one} bra {end};"], [], expected
     for _ in range(3 + program.below(8)):
         state, pending, done, is_done = (program.register(bits) for bits in (64, 32, 32, 1))
         clearing += [f"mov.b64 {state}, 0;", f"mov.b32 {pending}, 0;", f"mov.b32 {done}, 0;"]
@@ -52,8 +52,8 @@ def alone(program: Program, barriers: str, one: str, expected: int) -> None:
         elif expected > 1 and missing > 1:
             lines += [f"mbarrier.arrive_drop.shared.b64 {state}, [{barriers}];", count]
             missing, expected = missing - 1, expected - 1
-        stored_registers += [(pending, "u32"), (done, "u32")]
-    program.sequence([*clearing, *lines, f"{end}:", "bar.sync 0;"], "mbarrier of one thread", stored_registers)
+        result_registers += [(pending, "u32"), (done, "u32")]
+    program.sequence([*clearing, *lines, f"{end}:", "bar.sync 0;"], "mbarrier of one thread", result_registers)
 
 
 def meeting(program: Program, barriers: str, phase: int) -> None:
@@ -61,7 +61,7 @@ def meeting(program: Program, barriers: str, phase: int) -> None:
     word, (wait,) = program.input("b32"), program.labels(1)
     state, box, place, d = (program.register(bits) for bits in (64, 32, 32, 32))
     kind = program.pick("test_wait", "try_wait")
-    options = program.pick(
+    test = program.pick(
         f"{kind}.shared.b64 %is, [{barriers}+8], {state};",
         f"{kind}.parity.shared.b64 %is, [{barriers}+8], {phase & 1};",
     )
@@ -72,7 +72,7 @@ def meeting(program: Program, barriers: str, phase: int) -> None:
         f"st.shared.u32 [{place}], {word.text};",
         f"mbarrier.arrive{program.pick('', '.release.cta')}.shared::cta.b64 {state}, [{barriers}+8];",
         f"{wait}:",
-        f"mbarrier.{options}",
+        f"mbarrier.{test}",
         f"@!%is bra {wait};",
         f"xor.b32 {place}, %t, {program.below(program.threads)};",
         f"mad.lo.u32 {place}, {place}, 4, {box};",

@@ -98,11 +98,11 @@ def access(program: Program, window: Window) -> None:
         guard = f"@{program.source('pred').text} " if program.chance(0.2) else ""
         program.lines(guard + text)
         return
-    options = program.pick(*window.loads)
+    qualifier = program.pick(*window.loads)
     opcode = (
-        f"ld{space}{options}{vector}.{t}"
-        if options in (".nc", ".ca", ".cg", ".cs")
-        else f"ld{options}{space}{vector}.{t}"
+        f"ld{space}{qualifier}{vector}.{t}"
+        if qualifier in (".nc", ".ca", ".cg", ".cs")
+        else f"ld{qualifier}{space}{vector}.{t}"
     )
     targets = [program.register(DOMAINS[domain].bits) for _ in range(count)]
     program.sequence([f"{opcode} {braces(targets)}, {place};"], f"{opcode} to {domain}", [(d, domain) for d in targets])

@@ -28,12 +28,12 @@ def product(program: Program, form: Mma, registers: dict[str, list[Values]], how
     """Add an mma; `d` are the registers of its result where they are known."""
     bits = 64 if form.a == "f64" else 32
     sources = {x: [program.input(f"b{bits}", values) for values in registers[x]] for x in "abc"}
-    stored_registers = [(program.register(bits), SLOT[form.d]) for _ in range(form.d_registers)]
+    result_registers = [(program.register(bits), SLOT[form.d]) for _ in range(form.d_registers)]
     opcode = f"mma.sync.aligned.{form.shape}.row.col.{form.d}.{form.a}.{form.b}.{form.d}"
     operands = ", ".join(braces([source.text for source in sources[x]]) for x in "abc")
     every = tuple(source for values in sources.values() for source in values)
-    text = f"{opcode} {braces([register for register, _ in stored_registers])}, {operands};"
-    program.sequence([text], opcode, stored_registers, every, how, expected=d)
+    text = f"{opcode} {braces([register for register, _ in result_registers])}, {operands};"
+    program.sequence([text], opcode, result_registers, every, how, expected=d)
 
 
 def halves(program: Program) -> None:

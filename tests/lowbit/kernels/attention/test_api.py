@@ -505,8 +505,9 @@ def test_every_library(case: dict[str, Any], kernel: str, library: str) -> None:
 @ON_GPU
 @pytest.mark.parametrize(
     ("kernel", "programmatic"),
+    # The kernel for Ampere does not wait by itself.
     [*((kernel, False) for kernel in HERE), *((kernel, True) for kernel in HERE if kernel != SM80)],
-)  # the one for Ampere does not wait by itself
+)
 def test_a_graph_is_replayed_on_other_lengths(kernel: str, programmatic: bool) -> None:
     """The kernel before it in the graph writes the queries, for which a programmatic launch has to wait."""
     cupy = pytest.importorskip("cupy")

@@ -294,6 +294,6 @@ def test_lanes_that_do_not_wait_for_each_other_are_noticed(monkeypatch: pytest.M
     kernel = mutated_kernel()
     votes = sync_mutants.statements_by_place(kernel, re.compile(r"vote\.sync\.any"))
     copies = [i for (_, place), them in votes.items() if place[0][0].endswith("parts.cuh") for i in them]
-    body_without_wait, seeds = sync_mutants.apply_change(kernel, copies, sync_mutants.count_own_vote), (1, 8)
-    assert copies and any(diagnosis(body_without_wait, "late", monkeypatch, seed) for seed in seeds)
+    mutant, seeds = sync_mutants.apply_change(kernel, copies, sync_mutants.count_own_vote), (1, 8)
+    assert copies and any(diagnosis(mutant, "late", monkeypatch, seed) for seed in seeds)
     assert not any(diagnosis(kernel.module, "late", monkeypatch, seed) for seed in seeds)
