@@ -466,10 +466,8 @@ def test_audit_prints_totals_and_the_worst_tensors(cli: Any, tmp_path: Path) -> 
     assert code == 0 and [line[1:4] for line in totals] == [[f"±{r}", "12", "48"] for r in (119, 120, 127)]
     for line in totals:
         rows_in_range = [row for row in rows if f"±{row['protective_range']}" == line[1]]
-        overflows, errors = (
-            sum(row["overflows"] for row in rows_in_range),
-            [row["relative_error"] for row in rows_in_range],
-        )
+        overflows = sum(row["overflows"] for row in rows_in_range)
+        errors = [row["relative_error"] for row in rows_in_range]
         assert line[4:6] == [str(overflows), f"{overflows / (12 * 512):.4%}"]
         assert line[6:] == [f"{sum(errors) / 12:.4f}", f"{max(errors):.4f}"]
     unsafe = sum(row["unsafe_groups"] for row in rows)

@@ -17,7 +17,7 @@ LQQ, (PTX, *_) = registry.find("dequant_lqq")
 SIZES = LQQ.example_sizes[2]
 
 
-def verdict(spec: KernelSpec = LQQ, source: Source = PTX) -> verify.Verdict:
+def run_verify(spec: KernelSpec = LQQ, source: Source = PTX) -> verify.Verdict:
     return verify.verify(verify.Job(spec, source, "emulator", SIZES))
 
 
@@ -33,22 +33,22 @@ def short(text: str) -> str:
 
 
 def test_a_right_kernel_passes() -> None:
-    verdict_of_run = verdict()
+    verdict = run_verify()
     assert (
-        verdict_of_run.passed
-        and verdict_of_run.detail == "equal to the reference, checks clean"
-        and verdict_of_run.to_json()["sizes"] == SIZES
+        verdict.passed
+        and verdict.detail == "equal to the reference, checks clean"
+        and verdict.to_json()["sizes"] == SIZES
     )
 
 
 def test_a_wrong_result_names_the_first_place() -> None:
-    verdict_of_run = verdict(source=edit_source(lambda text: text.replace("%d3, 0x80808080", "%d3, 0x80808081")))
-    assert not verdict_of_run.passed and "elements differ from the reference, first at [0, 12]" in verdict_of_run.detail
+    verdict = run_verify(source=edit_source(lambda text: text.replace("%d3, 0x80808080", "%d3, 0x80808081")))
+    assert not verdict.passed and "elements differ from the reference, first at [0, 12]" in verdict.detail
 
 
 def test_an_unwritten_element_is_noticed() -> None:
-    verdict_of_run = verdict(source=edit_source(short))
-    assert not verdict_of_run.passed and "differ from the reference, first at [7, 1008]" in verdict_of_run.detail
+    verdict = run_verify(source=edit_source(short))
+    assert not verdict.passed and "differ from the reference, first at [7, 1008]" in verdict.detail
 
 
 def test_an_unwritten_element_that_should_be_the_poison_is_noticed() -> None:
@@ -59,8 +59,8 @@ def test_an_unwritten_element_that_should_be_the_poison_is_noticed() -> None:
         right[7, 1008:] = np.uint8(0xA5).view(np.int8)
         return right
 
-    verdict_of_run = verdict(replace(LQQ, reference=reference), edit_source(short))
-    assert not verdict_of_run.passed and "first at [7, 1008]: 90 instead of -91" in verdict_of_run.detail
+    verdict = run_verify(replace(LQQ, reference=reference), edit_source(short))
+    assert not verdict.passed and "first at [7, 1008]: 90 instead of -91" in verdict.detail
 
 
 @pytest.mark.parametrize("at", [verify._GUARD - 1, -1])
@@ -73,27 +73,27 @@ def test_bytes_written_outside_the_array_are_noticed(at: int, monkeypatch: pytes
         return outcome
 
     monkeypatch.setattr(verify, "run_spec", run)
-    assert verdict().detail == "out: 1 bytes written outside the array"
+    assert run_verify().detail == "out: 1 bytes written outside the array"
 
 
 def test_a_fault_is_a_failed_verdict() -> None:
-    verdict_of_run = verdict(source=edit_source(lambda text: text.replace("%out, %index, 16", "%out, %index, 32")))
-    assert not verdict_of_run.passed and "out of bounds" in verdict_of_run.detail
+    verdict = run_verify(source=edit_source(lambda text: text.replace("%out, %index, 16", "%out, %index, 32")))
+    assert not verdict.passed and "out of bounds" in verdict.detail
 
 
 def test_a_finding_fails_a_kernel_whose_results_are_right() -> None:
     """An annotation that does not hold: q4 * scale + offset is not a signed byte."""
-    verdict_of_run = verdict(source=edit_source(lambda text: text.replace("@lanes d:u8x4 a", "@lanes d:s8x4 a")))
-    assert not verdict_of_run.passed and "findings, first: range" in verdict_of_run.detail
+    verdict = run_verify(source=edit_source(lambda text: text.replace("@lanes d:u8x4 a", "@lanes d:s8x4 a")))
+    assert not verdict.passed and "findings, first: range" in verdict.detail
 
 
 def test_a_kernel_wrong_by_design_must_be_wrong_where_its_model_says() -> None:
     spec, (source, *_) = registry.find("dequant_qoq_presub")
     assert spec.wrong is not None
-    assert verdict(spec, source).passed
+    assert run_verify(spec, source).passed
     nowhere = WrongByDesign(spec.wrong.truth, lambda q4, scale, zero: np.zeros(q4.shape, bool), "")
-    verdict_of_run = verdict(replace(spec, wrong=nowhere), source)
-    assert not verdict_of_run.passed and "misses the truth in other places than its model says" in verdict_of_run.detail
+    verdict = run_verify(replace(spec, wrong=nowhere), source)
+    assert not verdict.passed and "misses the truth in other places than its model says" in verdict.detail
 
 
 def test_floats_are_compared_within_the_stated_tolerance_only() -> None:
@@ -144,19 +144,19 @@ def test_asynchronous_kernels_are_verified_early_and_late() -> None:
     """A copy that nobody waits for is there in time only if it happens early."""
     spec, (source, *_) = registry.find("load_cp_async")
     job = verify.Job(spec, source, "emulator", {"P": 11, "B": 2})
-    verdict_of_run = verify.verify(job)
-    assert verdict_of_run.passed and verdict_of_run.detail == "equal to the reference, checks clean, early and late"
+    verdict = verify.verify(job)
+    assert verdict.passed and verdict.detail == "equal to the reference, checks clean, early and late"
     source_without_wait = replace(source, text=source.text.replace("cp.async.wait_group 3;", ""))
-    verdict_of_run = verify.verify(replace(job, source=source_without_wait))
-    assert not verdict_of_run.passed and "256 of 256 elements differ from the reference" in verdict_of_run.detail
+    verdict = verify.verify(replace(job, source=source_without_wait))
+    assert not verdict.passed and "256 of 256 elements differ from the reference" in verdict.detail
 
 
 def test_a_wrong_order_is_nothing_that_checks_find() -> None:
     spec, (source, *_) = registry.find("load_ldmatrix_u4")
     assert verify.verify(verify.Job(spec, source, "emulator", {"T": 1})).passed
     racing = replace(source, text=source.text.replace("st.shared.v4.u32 [%at]", "st.shared.v4.u32 [stage]"))
-    verdict_of_run = verify.verify(verify.Job(spec, racing, "emulator", {"T": 1}))
-    assert not verdict_of_run.passed
+    verdict = verify.verify(verify.Job(spec, racing, "emulator", {"T": 1}))
+    assert not verdict.passed
 
 
 def test_a_kernel_that_waits_is_emulated_where_there_is_such_a_wait() -> None:
@@ -164,10 +164,8 @@ def test_a_kernel_that_waits_is_emulated_where_there_is_such_a_wait() -> None:
     spec, (source,) = registry.find("attention_merge")
     job = verify.Job(spec, source, "emulator", spec.example_sizes[0])
     assert verify.verify(job).passed
-    verdict_of_run = verify.verify(
-        replace(job, source=replace(source, text=source.text.replace("ptxlab::wait_for_p", "// ")))
-    )
-    assert not verdict_of_run.passed and "ahead of griddepcontrol.wait" in verdict_of_run.detail
+    verdict = verify.verify(replace(job, source=replace(source, text=source.text.replace("ptxlab::wait_for_p", "// "))))
+    assert not verdict.passed and "ahead of griddepcontrol.wait" in verdict.detail
 
 
 def test_a_kernel_of_one_architecture_is_emulated_as_that() -> None:
@@ -205,12 +203,10 @@ def test_rows_that_depend_on_the_batch_are_noticed() -> None:
     """Attention as it is by default shares its work out by all lengths; a scale that is the batch's is not a row's."""
     invariant = registry.find("attention_kv4_sm90")[0].invariant
     assert invariant is not None
-    verdict_of_run = rows_alone("attention_kv4_sm90", invariant=None, batch="B", batch_sizes=invariant.batch_sizes)
-    assert not verdict_of_run.passed and "alone differs from itself among 5 in" in verdict_of_run.detail
-    verdict_of_run = rows_alone(
-        "gemm_w4a8_grouped_sm90", one_row=lambda arrays, row: {"x_scale": arrays["x_scale"][:1]}
-    )
-    assert not verdict_of_run.passed
+    verdict = rows_alone("attention_kv4_sm90", invariant=None, batch="B", batch_sizes=invariant.batch_sizes)
+    assert not verdict.passed and "alone differs from itself among 5 in" in verdict.detail
+    verdict = rows_alone("gemm_w4a8_grouped_sm90", one_row=lambda arrays, row: {"x_scale": arrays["x_scale"][:1]})
+    assert not verdict.passed
 
 
 def test_what_has_no_rows_says_so_in_one_line() -> None:

@@ -87,9 +87,8 @@ def test_comets_rows_go_from_no_int8_block_to_all() -> None:
     rows = [row for row in accuracy.rows() if row.ladder == "FMPQ"]
     assert [row.step for row in rows[:2]] == ["0% of the blocks in INT8", "10% of the blocks in INT8"]
     assert [row.recipe.int8 for row in rows] == [0, 0.1, 0.2, 0.4, 1, 0.2]
-    assert [row.recipe.outlier for row in rows] == [0] * 5 + [6] and [row.repeats for row in rows] == [
-        *(False, False, True, False, False, False)
-    ]
+    assert [row.recipe.outlier for row in rows] == [0] * 5 + [6]
+    assert [row.repeats for row in rows] == [False, False, True, False, False, False]
     fewer = [read(row.recipe.but(clip=None, gptq=False)) for row in rows[:5]]
     assert fewer == sorted(fewer) and fewer[0] < fewer[-1]
 

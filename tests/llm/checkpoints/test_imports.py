@@ -50,11 +50,8 @@ def test_a_file(format: str, packing: str, tmp_path: Path) -> None:
         error = np.linalg.norm(ours.dequantize() - theirs.dequantize()) / np.linalg.norm(theirs.dequantize())
         assert row.relative_error == pytest.approx(error, rel=1e-5) and 0.002 < error < 0.03
     converted = Checkpoint(out)
-    assert converted.read("bias").tolist() == [1] * 64 and converted.read_bytes("ids").view(np.int64).tolist() == [
-        0,
-        1,
-        2,
-    ]
+    assert converted.read("bias").tolist() == [1] * 64
+    assert converted.read_bytes("ids").view(np.int64).tolist() == [0, 1, 2]
     (audited,) = [row for row in audit_file(out, pattern="a.*") if hasattr(row, "overflows")]
     assert (audited.scheme, audited.group, audited.overflows) == (row.scheme, row.group, 0)
 

@@ -72,9 +72,8 @@ def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, 
     assert done == ["layer 0", "layer 1"] and list(errors) == [0, 1]
     loaded_model = folder.load(tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing half-done beside it
-    assert loaded_model.recipe["scheme"] == recipe.scheme and loaded_model.config.tied_head == (
-        config.tied_head and not recipe.rotate
-    )
+    assert loaded_model.recipe["scheme"] == recipe.scheme
+    assert loaded_model.config.tied_head == (config.tied_head and not recipe.rotate)
     for layer in loaded_model.layers:
         for matrix in ("qkv", "o", "gate_up", "down"):
             weight: Any = unpack(getattr(layer, matrix))
