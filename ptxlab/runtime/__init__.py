@@ -43,7 +43,7 @@ class Outcome:
         lane_instructions: executed by the emulator; 0 on the GPU.
         shared, sectors: what accesses to shared and global memory cost, if the emulator was asked to `count_banks`.
         written: those of `outputs` that the kernel stored to; on the GPU those that are no pointers to const.
-        notes: lines of which ptxas or a GPU makes otherwise than the PTX manual says, by the emulator's check `quirks`.
+        notes: lines that ptxas or a GPU treats otherwise than the PTX manual says, by the emulator's check `quirks`.
     """
 
     backend: str

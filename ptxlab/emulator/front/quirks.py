@@ -1,4 +1,4 @@
-"""The check "quirks": lines of a kernel of which ptxas or a GPU makes otherwise than the PTX manual says.
+"""The check "quirks": lines of a kernel that ptxas or a GPU treats otherwise than the PTX manual says.
 
 It looks at the text of a kernel alone, and its notes are no findings: the emulator follows the manual, and the numbers
 decide whether a GPU's result differs. `ptxlab.hardware.quirks` has the forms.

@@ -1,4 +1,4 @@
-"""Notes on lines of which ptxas or a GPU makes otherwise than the PTX manual says."""
+"""Notes on lines that ptxas or a GPU treats otherwise than the PTX manual says."""
 
 import re
 from pathlib import Path
