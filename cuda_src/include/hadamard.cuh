@@ -4,7 +4,7 @@
 
 namespace ptxlab {
 
-// Rotates a head in place: each block of min(D, 128) dims by the Hadamard matrix in Sylvester's order over the root of
+// Rotates a head in place: each block of min(HEAD_DIM, 128) dims by the Hadamard matrix in Sylvester's order over the root of
 // the block. LANES neighbouring lanes share the head. Element i of a lane is dim (i / RUN * LANES + lane) * RUN + i %
 // RUN. First sums and differences of dims 1 apart, then 2, 4 .. apart, at last a product with the scale: each is rounded
 // to f32, so that every kernel and `reference.rotate_heads` give the same bits. All lanes of the warp take part.
