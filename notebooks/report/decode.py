@@ -403,10 +403,10 @@ def _steps(axes: Axes, rows: pd.DataFrame, model: str) -> None:
 def _lines(axes: Axes, records: list[Record], model: str) -> None:
     """Draw tokens/s by batch: solid lines up to the smaller budget, dashed lines up to the larger one."""
     small_budget, large_budget = BUDGETS
-    kinds_within_small, kinds_within_large = rates(records, model, small_budget), rates(records, model, large_budget)
-    peak = {kind: max(rate_by_batch.values()) for kind, rate_by_batch in kinds_within_small.items()}
+    small_rates, large_rates = rates(records, model, small_budget), rates(records, model, large_budget)
+    peak = {kind: max(rate_by_batch.values()) for kind, rate_by_batch in small_rates.items()}
     for kind, colour in _LINES.items():
-        fitting_rates, all_rates = kinds_within_small.get(kind, {}), kinds_within_large.get(kind, {})
+        fitting_rates, all_rates = small_rates.get(kind, {}), large_rates.get(kind, {})
         if not all_rates:
             continue
         rates_beyond = {B: rate for B, rate in all_rates.items() if max(fitting_rates, default=0) <= B}
