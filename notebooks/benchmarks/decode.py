@@ -354,12 +354,12 @@ def decode_row(runner: KernelRunner, B: int, ceilings: Ceilings, peer_rows: Mapp
     The row has the times of mixes, to which our head's time is added, and of `qoq_sm80` as peers.
     """
     config = runner.config
-    batch_in_steps = SteadyBatch(runner, B)
-    check_note = batch_in_steps.check()
+    steady_batch = SteadyBatch(runner, B)
+    check_note = steady_batch.check()
     clock = Clock()
     with power() as watts:
         clock.start()
-        times = gpu.call_times(batch_in_steps.step, repeats=STEPS, warm_up=_WARM)
+        times = gpu.call_times(steady_batch.step, repeats=STEPS, warm_up=_WARM)
         clock.stop()
     measured = Measured(float(np.mean(times)), min(times), max(times), clock.mhz())
     alone_times, head = time_operations(runner, B)
@@ -369,7 +369,7 @@ def decode_row(runner: KernelRunner, B: int, ceilings: Ceilings, peer_rows: Mapp
     if WITHOUT in peer_rows:
         peers[WITHOUT] = peer_rows[WITHOUT].time_us
     figures |= other_heads_us | ({"power_w": float(np.mean(watts))} if watts else {})
-    work = model_work(config, runner.model.layers[0], B, round(B * batch_in_steps.mean))
+    work = model_work(config, runner.model.layers[0], B, round(B * steady_batch.mean))
     return row_at(config, B, measured, work, alone_times, head, ceilings, check_note, peers, figures)
 
 
@@ -544,13 +544,13 @@ def rule_row(runner: KernelRunner, system: str, B: int, gigabytes: int) -> Row:
 
 def system_row(runner: KernelRunner, system: str, B: int, ceilings: Ceilings) -> Row:
     """Measure a step of B sequences; its floor counts the bytes and the operations at INT8's rate."""
-    config, clock, batch_in_steps = runner.config, Clock(), SteadyBatch(runner, B)
-    check_note = batch_in_steps.check()
+    config, clock, steady_batch = runner.config, Clock(), SteadyBatch(runner, B)
+    check_note = steady_batch.check()
     clock.start()
-    times = gpu.call_times(batch_in_steps.step, repeats=_STEPS_WITHOUT, warm_up=_WARM)
+    times = gpu.call_times(steady_batch.step, repeats=_STEPS_WITHOUT, warm_up=_WARM)
     clock.stop()
     us = float(np.mean(times))
-    work = model_work(config, runner.model.layers[0], B, round(B * batch_in_steps.mean))
+    work = model_work(config, runner.model.layers[0], B, round(B * steady_batch.mean))
     floor = sum(operation.us(ceilings) for operation in work)
     row = plain_row(
         system,

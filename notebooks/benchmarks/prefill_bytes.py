@@ -26,7 +26,7 @@ _LAUNCH = "from benchmarks import prefill_bytes; prefill_bytes.launch_marked()"
 def byte_rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
     """Count bytes of long contexts, two of which have a target.
 
-    Raises UnavailableError where ncu or FlashAttention 3 lacks.
+    Raises UnavailableError where ncu or FlashAttention 3 is missing.
     """
     progress("ncu")
     launches = nsight.marked_launches([sys.executable, "-c", _LAUNCH], METRICS)
@@ -63,7 +63,7 @@ def launch_marked() -> None:
 def _row(
     chunk: Chunk, ours: Sequence[dict[str, float]], peer_launches: Sequence[dict[str, float]], ceilings: Ceilings
 ) -> Row:
-    read_bytes, written, ns = (sum(launch[metric] for launch in ours) for metric in METRICS)
+    read_bytes, written_bytes, ns = (sum(launch[metric] for launch in ours) for metric in METRICS)
     peer_bytes = sum(launch[metric] for launch in peer_launches for metric in METRICS[:2])
     needed_bytes = chunk.batch.kv_bytes() + 2 * chunk.query_bytes
     floor_us, us = needed_bytes / ceilings.read_tbps / 1e6, ns / 1e3
@@ -75,7 +75,7 @@ def _row(
         time_us=us,
         fastest_us=us,
         slowest_us=us,
-        rate=needed_bytes / (read_bytes + written),
+        rate=needed_bytes / (read_bytes + written_bytes),
         rate_unit="of the bytes needed",
         bytes=needed_bytes,
         operations=chunk.operations,
@@ -85,8 +85,8 @@ def _row(
         sm_mhz=0.0,
         checked="counted, not timed: time is ncu's with empty caches",
         more={
-            "dram_bytes": read_bytes + written,
+            "dram_bytes": read_bytes + written_bytes,
             f"{FA3}_dram_bytes": peer_bytes,
-            "over_fa3": (read_bytes + written) / peer_bytes,
+            "over_fa3": (read_bytes + written_bytes) / peer_bytes,
         },
     )

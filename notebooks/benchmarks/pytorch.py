@@ -245,14 +245,14 @@ def _compare_with_eager(model: Any, B: int, cache: Any) -> str:
     the same tokens differ by more than that explains.
     """
     options = {"return_dict_in_generate": True, "output_logits": True}
-    compiled_tokens, eager_tokens = (
+    compiled_run, eager_run = (
         _generate(model, B, cache, SHORT_RUN, disable_compile=without_compiling, **options)
         for without_compiling in (False, True)
     )
-    has_diverged = (compiled_tokens.sequences != eager_tokens.sequences)[:, PROMPT:].cumsum(dim=1) > 0
+    has_diverged = (compiled_run.sequences != eager_run.sequences)[:, PROMPT:].cumsum(dim=1) > 0
     same_prefix = torch.cat([torch.ones_like(has_diverged[:, :1]), ~has_diverged[:, :-1]], dim=1)  # same tokens before
     compiled_logits, eager_logits = (
-        torch.stack(of.logits, dim=1)[same_prefix].float() for of in (compiled_tokens, eager_tokens)
+        torch.stack(run.logits, dim=1)[same_prefix].float() for run in (compiled_run, eager_run)
     )
     deviation = float((compiled_logits - eager_logits).square().mean().sqrt() / eager_logits.std())
     if not deviation <= _ROUNDED:

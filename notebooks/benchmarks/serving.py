@@ -57,13 +57,13 @@ def rows(
     """
     yield from done
     chosen = part(only)
-    run_and_rows: dict[str, tuple[Callable[[str, str], Any], Callable[..., Iterator[Row]]]] = {
+    functions_by_measure: dict[str, tuple[Callable[[str, str], Any], Callable[..., Iterator[Row]]]] = {
         SERVING: (measure, rows_of),
         ARRIVALS: (serving_arrivals.measure, arrival_rows),
         PROFILE: (serving_profile.measure, profile_rows),
     }
-    measured = next((word for word in run_and_rows if word in only), SERVING)
-    measure_variant, make_rows = run_and_rows[measured]
+    measured = next((word for word in functions_by_measure if word in only), SERVING)
+    measure_variant, make_rows = functions_by_measure[measured]
     recorded_kernels = {row.kernel for row in done if row.measure == measured}
     for model in dict.fromkeys(model for model, _ in chosen):
         variants = [

@@ -9,9 +9,10 @@ import os
 import random
 import re
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from heapq import nlargest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,26 +86,26 @@ def compare_runs(short: Run, long: Run, steps: int) -> StepProfile:
     step_us = 1e6 * (long.seconds - short.seconds) / steps
     if step_us <= 0:
         raise BenchmarkError(f"{LONG} tokens took no longer than {SHORT}: {long.seconds:.3f} s, {short.seconds:.3f} s")
-    ns_by_kind_short, ns_by_kind_long = (_times_by_part(run.kernels) for run in (short, long))
-    us_by_kind = {kind: max(0.0, ns_by_kind_long[kind] - ns_by_kind_short[kind]) / steps for kind in ns_by_kind_long}
+    short_us, long_us = (_us_by_part(run.kernels) for run in (short, long))
+    part_us = {part: max(0.0, long_us[part] - short_us[part]) / steps for part in long_us}
     busy_us = (_busy_us(long.kernels) - _busy_us(short.kernels)) / steps
-    ns_by_other_kernel = Counter[str]()
+    other_us = defaultdict[str, float](float)
     for kernel in long.kernels:
         if part_of(kernel.name) == OTHER:
-            ns_by_other_kernel[kernel.name[:80]] += int(kernel.end - kernel.start)
+            other_us[kernel.name[:80]] += kernel.end - kernel.start
     return StepProfile(
         step_us,
-        {**us_by_kind, IDLE: max(0.0, step_us - busy_us)},
+        {**part_us, IDLE: max(0.0, step_us - busy_us)},
         (len(long.kernels) - len(short.kernels)) / steps,
-        tuple(kernel_name for kernel_name, _ in ns_by_other_kernel.most_common(5)),
+        tuple(nlargest(5, other_us, key=other_us.__getitem__)),
     )
 
 
-def _times_by_part(kernels: Iterable[KernelTime]) -> dict[str, float]:
-    times = dict.fromkeys((*PATTERNS, OTHER), 0.0)
+def _us_by_part(kernels: Iterable[KernelTime]) -> dict[str, float]:
+    part_us = dict.fromkeys((*PATTERNS, OTHER), 0.0)
     for kernel in kernels:
-        times[part_of(kernel.name)] += kernel.end - kernel.start
-    return times
+        part_us[part_of(kernel.name)] += kernel.end - kernel.start
+    return part_us
 
 
 def _busy_us(kernels: Iterable[KernelTime]) -> float:

@@ -97,10 +97,8 @@ def steps_figure(accuracy_record: Accuracy) -> Figure:
         places = [steps_in_order.index(step) for step in ladder_points.step]
         axes.plot(places, ladder_points[text], "o-", color=COLOURS[ladder], label=NAMES[ladder])
         for place, perplexity in zip(places, ladder_points[text], strict=True):
-            is_lowest, is_last = (
-                rank == len(ladders) - 1,
-                place == len(steps_in_order) - 1,
-            )  # where the ladders come close
+            is_lowest, is_last = rank == len(ladders) - 1, place == len(steps_in_order) - 1
+            # At the last step the ladders come close.
             offset, align = ((8, 5 - 9 * rank), "left") if is_last else ((0, -14 if is_lowest else 6), "center")
             axes.annotate(
                 f"{perplexity:.2f}", (place, perplexity), offset, textcoords="offset points", ha=align, fontsize=8

@@ -115,14 +115,14 @@ def rates(records: list[Record], model: str, gb: int) -> dict[str, dict[int, flo
     (config,) = (config for config in MODELS if config.name == model)
     mix_rows = {row.sizes["B"]: row for row in rows if row.measure == BESIDE and row.kernel == MIX}
     for kind, prefix in KINDS.items():
-        us_by_mix: dict[str, dict[int, float]] = {}
+        rates_by_mix: dict[str, dict[int, float]] = {}
         for B, row in sorted(mix_rows.items()):
             head = steps[min(steps, key=lambda batch: abs(batch - B))].more["head_us"]
             for peer, us in row.peers.items():
                 if peer.startswith(prefix) and largest_mix_batch(config, gb, peer) >= B:
-                    us_by_mix.setdefault(peer, {})[B] = 1e6 * B / (us + head)
-        if us_by_mix:
-            rates_by_kind[kind] = max(us_by_mix.values(), key=lambda by_batch: max(by_batch.values()))
+                    rates_by_mix.setdefault(peer, {})[B] = 1e6 * B / (us + head)
+        if rates_by_mix:
+            rates_by_kind[kind] = max(rates_by_mix.values(), key=lambda by_batch: max(by_batch.values()))
     return rates_by_kind
 
 
@@ -254,18 +254,16 @@ def limits_table(records: list[Record]) -> str:
     largest = rows.groupby("model").B.transform("max")
     rows = rows[rows.B.isin({rows.B.min(), 64}) | (largest == rows.B)]
     parts = {part: rows[f"{part}_us"] / 1e3 for part in ("others", "gaps")}
-    share, tops_at_clock = (
-        (rows.others_us + rows.gaps_us) / rows.time_us,
-        rows.apply(_floor_at_clock, axis=1) / rows.time_us,
-    )
-    rows = rows.assign(**parts, share=share, tops_at_clock=tops_at_clock)
+    share = (rows.others_us + rows.gaps_us) / rows.time_us
+    fraction_at_clock = rows.apply(_floor_at_clock, axis=1) / rows.time_us
+    rows = rows.assign(**parts, share=share, fraction_at_clock=fraction_at_clock)
     columns = {
         "model": ("model", "{}"),
         "B": ("batch", "{:d}"),
         "power_w": ("power, W", "{:.0f}"),
         "sm_mhz": ("clock, MHz", "{:,.0f}"),
         "fraction": ("of the floor", "{:.2f}"),
-        "tops_at_clock": ("of the floor at that clock", "{:.2f}"),
+        "fraction_at_clock": ("of the floor at that clock", "{:.2f}"),
         "others": ("small kernels, ms", "{:.2f}"),
         "gaps": ("gaps, ms", "{:.2f}"),
         "share": ("both, of the step", "{:.0%}"),
@@ -405,10 +403,10 @@ def _steps(axes: Axes, rows: pd.DataFrame, model: str) -> None:
 def _lines(axes: Axes, records: list[Record], model: str) -> None:
     """Draw tokens/s by batch: solid lines up to the smaller budget, dashed lines up to the larger one."""
     small_budget, large_budget = BUDGETS
-    kinds_within_small, kinds_within_large = rates(records, model, small_budget), rates(records, model, large_budget)
-    peak = {kind: max(rate_by_batch.values()) for kind, rate_by_batch in kinds_within_small.items()}
+    small_rates, large_rates = rates(records, model, small_budget), rates(records, model, large_budget)
+    peak = {kind: max(rate_by_batch.values()) for kind, rate_by_batch in small_rates.items()}
     for kind, colour in _LINES.items():
-        fitting_rates, all_rates = kinds_within_small.get(kind, {}), kinds_within_large.get(kind, {})
+        fitting_rates, all_rates = small_rates.get(kind, {}), large_rates.get(kind, {})
         if not all_rates:
             continue
         rates_beyond = {B: rate for B, rate in all_rates.items() if max(fitting_rates, default=0) <= B}

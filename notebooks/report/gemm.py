@@ -196,14 +196,14 @@ def orders_table(record: Record | None) -> str:
     quantised, multiplied = reordering(record), otherwise(record)
     quantised = quantised[quantised.activations != "row_major"]
     multiplied["ratio"] = multiplied.time_us / multiplied.time_us_usual
-    speedups = pd.concat([
+    ratio_rows = pd.concat([
         quantised.assign(time="quantising: " + quantised.activations.astype(str) + " over row_major"),
         multiplied.assign(time="GEMM: " + multiplied.activations.astype(str) + " over row_major"),
     ])  # fmt: skip
-    if speedups.empty:
+    if ratio_rows.empty:
         return MISSING
-    table = means(speedups, "time", ["ratio"]).set_axis(["mean"], axis=1)
-    table["at most"] = speedups.groupby("time").ratio.max()
+    table = means(ratio_rows, "time", ["ratio"]).set_axis(["mean"], axis=1)
+    table["at most"] = ratio_rows.groupby("time").ratio.max()
     return markdown(table.reset_index(), {"mean": "{:.3f}", "at most": "{:.3f}"})
 
 

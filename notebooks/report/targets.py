@@ -182,10 +182,8 @@ def layers(record: Record | None) -> list[Target]:
             )
         )
     low_token_rows = fused_rows[(fused_rows.M <= 64) & (fused_rows.kernel != "rope_append_kv4")]
-    narrow_rows, wide_rows = (
-        low_token_rows[low_token_rows.width <= 8192],
-        low_token_rows[low_token_rows.width == 28672],
-    )
+    narrow_rows = low_token_rows[low_token_rows.width <= 8192]
+    wide_rows = low_token_rows[low_token_rows.width == 28672]
     return [
         *targets,
         Target("fused kernels, M <= 64, widths to 8192", max_or_nan(narrow_rows.time_us), "{:.2f} µs", maximum=2.3),

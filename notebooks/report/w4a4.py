@@ -169,10 +169,8 @@ def choice_table() -> str:
         w8a8_cost = _cost(gpu, "W8A8")
         for scheme in ("W4A8 sm80", "W4Ax token", "W4Ax g128", "W4A4 Atom"):
             scheme_cost = _cost(gpu, scheme)
-            serial_speedup, overlapped_speedup = (
-                w8a8_cost.in_turn_us / scheme_cost.in_turn_us,
-                w8a8_cost.overlapped_us / scheme_cost.overlapped_us,
-            )
+            serial_speedup = w8a8_cost.in_turn_us / scheme_cost.in_turn_us
+            overlapped_speedup = w8a8_cost.overlapped_us / scheme_cost.overlapped_us
             line[scheme] = f"{serial_speedup:.2f} to {overlapped_speedup:.2f}x"
         lines.append(line)
     table = pd.DataFrame(lines)
@@ -322,14 +320,10 @@ def accuracy_picture(accuracy_record: accuracy.Accuracy) -> Figure:
 
 
 def _finding(rows: pd.DataFrame) -> str:
-    best_row, kv4_row = (
-        rows[(rows.group == "g64") & (rows.step == "GPTQ")],
-        rows[rows.name == _PRECISIONS["Atom", "KV4"]],
-    )
+    best_row = rows[(rows.group == "g64") & (rows.step == "GPTQ")]
+    kv4_row = rows[rows.name == _PRECISIONS["Atom", "KV4"]]
     if best_row.empty or kv4_row.empty:
         return "Perplexity by the bytes that the GEMMs read"
-    bytes_saved_share, perplexity_ratio = (
-        1 - kv4_row.bytes.iloc[0] / best_row.bytes.iloc[0],
-        kv4_row.ratio.iloc[0] / best_row.ratio.iloc[0],
-    )
+    bytes_saved_share = 1 - kv4_row.bytes.iloc[0] / best_row.bytes.iloc[0]
+    perplexity_ratio = kv4_row.ratio.iloc[0] / best_row.ratio.iloc[0]
     return f"Atom's W4A4 reads {bytes_saved_share:.0%} fewer bytes than W4A8, at {perplexity_ratio:.2f}x its perplexity"

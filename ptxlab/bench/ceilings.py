@@ -42,8 +42,8 @@ def measure_ceilings() -> Ceilings:
         gpu.copy_bytes(row, first)
     lower_half, upper_half = buffer[: len(buffer) // 2], buffer[len(buffer) // 2 :]
     read_tbps = _read_tbps(buffer, block)
-    copy_times = gpu.time_calls(lambda: gpu.copy_bytes(upper_half, lower_half))
-    return Ceilings(read_tbps, 2 * lower_half.nbytes / copy_times / 1e6)
+    copy_us = gpu.time_calls(lambda: gpu.copy_bytes(upper_half, lower_half))
+    return Ceilings(read_tbps, 2 * lower_half.nbytes / copy_us / 1e6)
 
 
 def shortfall(ceilings: Ceilings, device: str) -> str:

@@ -178,13 +178,13 @@ def progress_bar(
     display = RichProgress(*steps, *times, console=notes, transient=True, redirect_stdout=False)
     with display if notes.is_terminal and not quiet else nullcontext() as shown:
         progress = Progress(title, total, shown, says=not quiet and not notes.is_terminal)
-        has_ended = Event()
-        Thread(target=progress.report_while_running, args=(has_ended,), daemon=True).start()
+        end_event = Event()
+        Thread(target=progress.report_while_running, args=(end_event,), daemon=True).start()
         try:
             with interruptible(lambda: f"{title}: {progress.steps()}; {keeps}"):
                 yield progress
         finally:
-            has_ended.set()
+            end_event.set()
 
 
 @contextmanager

@@ -110,9 +110,8 @@ def sass(
             if threads:
                 sm_occupancy = occupancy_of(machine_code.report(source, arch, entry=entry, defines=defines))
                 texts[label].append(
-                    f"An SM holds {sm_occupancy.blocks} blocks of {threads} threads at once, {sm_occupancy.warps} of "
-                    "at most "
-                    f"{sm_occupancy.most_warps} warps, limited by {', '.join(sm_occupancy.limits)}"
+                    f"An SM holds {sm_occupancy.blocks} blocks of {threads} threads at once, {sm_occupancy.warps} of"
+                    f" at most {sm_occupancy.most_warps} warps, limited by {', '.join(sm_occupancy.limits)}"
                 )
             show = group_by_line if ptx and source.language == "cu" else interleave
             texts[label] += show(source, arch, entry, defines)

@@ -100,10 +100,8 @@ class Server:
         is_collection = isinstance(ends, Collection) and not isinstance(ends, np.ndarray)
         if not is_collection or not all(map(is_integer, ends)):
             raise ArgumentError("ends", "must be a collection of tokens", repr(ends)[:40])
-        prompt_tokens, free_tokens = (
-            self.runner.check_prompt(prompt),
-            min(self.runner.context, self.runner.pages * PAGE),
-        )
+        prompt_tokens = self.runner.check_prompt(prompt)
+        free_tokens = min(self.runner.context, self.runner.pages * PAGE)
         if len(prompt_tokens) + tokens > free_tokens:
             rule = f"prompt and tokens must fit the {free_tokens} tokens of a sequence"
             raise ArgumentError("tokens", rule, f"{len(prompt_tokens)} + {tokens}")

@@ -37,7 +37,8 @@ def claims_of(spec: KernelSpec, sources: Sequence[Source]) -> Iterator[Claim]:
         return
     usable_sources = [s for s in sources if s.language == "ptx" or "nvrtc" not in toolchain.missing()]
     for source in usable_sources:
-        has_ptx = source.language == "cu" and sources[0].language == "ptx"  # quick: that it stores what the .ptx does
+        # Its quick claim is that it stores what the .ptx does.
+        has_ptx = source.language == "cu" and sources[0].language == "ptx"
         for claim in spec.claims:
             build, is_quick = partial(query, spec, source, claim), not (has_ptx or claim.alone)
             yield Claim(source.label, claim.name, claim.text, build, claim.expect, is_quick)

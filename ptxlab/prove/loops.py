@@ -319,11 +319,9 @@ def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
     for body in bodies:
         steps = [s for s in body.steps if s.instruction.head in ("mad", "mul")]
         for step in steps:
-            nibbles, scale, stored_bytes = (
-                split_fields(step.sources["a"], 8),
-                step.sources["b"],
-                split_fields(step.output, 8),
-            )
+            nibbles = split_fields(step.sources["a"], 8)
+            scale = step.sources["b"]
+            stored_bytes = split_fields(step.output, 8)
             offsets = split_fields(step.sources["c"], 8) if "c" in step.sources else [constant(0, 8)] * 4
             operands_fit = z3.And(
                 z3.ULE(scale, 255), *(z3.ULE(q, 15) for q in nibbles), *(o == offsets[0] for o in offsets)
@@ -428,10 +426,10 @@ def _max_channels(bits: Bits, channels: Mapping[str, int]) -> int:
     """Return the most products that a sum has received, under any conditions."""
     if z3.is_app_of(bits, z3.Z3_OP_ITE):
         condition, *branches = bits.children()
-        simplified_bound = (
+        simplified_branches = (
             z3.substitute(branch, (condition, truth)) for branch, truth in zip(branches, (TRUE, FALSE), strict=True)
         )
-        return max(_max_channels(z3.simplify(branch), channels) for branch in simplified_bound)
+        return max(_max_channels(z3.simplify(branch), channels) for branch in simplified_branches)
     if z3.is_app_of(bits, z3.Z3_OP_BADD):
         return sum(_max_channels(term, channels) for term in bits.children())
     return channels.get(bits.decl().name(), 0) if z3.is_const(bits) else 0

@@ -97,14 +97,14 @@ def time_limit(seconds: float | None, unfinished: str) -> Iterator[None]:
     if seconds is None:
         yield
         return
-    is_done, has_expired = Event(), Event()
+    done_event, expiry_event = Event(), Event()
 
     def expire() -> None:
-        if is_done.wait(seconds):
+        if done_event.wait(seconds):
             return
-        has_expired.set()
+        expiry_event.set()
         # A destructor may have swallowed the last one, or z3 not have begun.
-        while not is_done.wait(_INTERRUPT_INTERVAL):
+        while not done_event.wait(_INTERRUPT_INTERVAL):
             _thread.interrupt_main(signal.SIGUSR2)
             if "z3" in sys.modules:
                 sys.modules["z3"].main_ctx().interrupt()
@@ -116,10 +116,10 @@ def time_limit(seconds: float | None, unfinished: str) -> Iterator[None]:
             timer.start()
             yield
         finally:
-            is_done.set()
+            done_event.set()
             timer.join()  # from here on no interrupt can come that is the timer's
     except KeyboardInterrupt:
-        if not has_expired.is_set():
+        if not expiry_event.is_set():
             raise
         raise OutOfTime(unfinished) from None
     finally:

@@ -97,13 +97,13 @@ class Layout:
 
     def bit(self, name: str, position: int) -> Bits:
         """Return a bit of an argument as a formula over the symbols."""
-        number, flipped_value = int(self.origin[name][position]), int(self.base[name][position])
+        number, base_bit = int(self.origin[name][position]), int(self.base[name][position])
         if not number:
-            return constant(flipped_value, 1)
+            return constant(base_bit, 1)
         input_index = int(np.searchsorted(self.starts, number, side="right")) - 1
         index, bit_index = divmod(number - self.starts[input_index], self.logical[input_index].bits)
         bit = z3.Extract(bit_index, bit_index, self.logical[input_index].symbol(index))
-        return ~bit if flipped_value else bit
+        return ~bit if base_bit else bit
 
     def arrays(self, model: Mapping[str, int]) -> Arrays:
         """Build the logical inputs from the bits of their symbols."""

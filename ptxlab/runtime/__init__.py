@@ -138,8 +138,8 @@ class Kernel:
         if self.source.language == "ptx":
             return signature.ptx_parameters(self.module.entries[self.entry])
         if mangled.parameters_of(self.entry) is not None:
-            declared_kernels_by_name = declared_kernels(self.source, self.compiled_arch, self.defines)
-            return signature.mangled_parameters(self.entry, declared_kernels_by_name)
+            declarations = declared_kernels(self.source, self.compiled_arch, self.defines)
+            return signature.mangled_parameters(self.entry, declarations)
         return signature.cuda_parameters(self.source.text, self.entry, self._names_of_extern_c(), self.defines)
 
     def _names_of_extern_c(self) -> tuple[str, ...]:

@@ -56,9 +56,9 @@ def output_variant(spec: KernelSpec, out_dtype: Any) -> dict[str, int]:
 
     None means the first dtype there is: a GEMM's scaled numbers, and not the accumulators that it is verified by.
     """
-    constants_by_input = {arg.dtype.constant for arg in spec.inputs if isinstance(arg.dtype, ByVariant)}
+    input_constants = {arg.dtype.constant for arg in spec.inputs if isinstance(arg.dtype, ByVariant)}
     free = [arg.dtype for arg in spec.outputs if isinstance(arg.dtype, ByVariant)]
-    free = [dtype for dtype in free if dtype.constant not in constants_by_input and not dtype.by_sizes]
+    free = [dtype for dtype in free if dtype.constant not in input_constants and not dtype.by_sizes]
     if out_dtype is None:
         return {dtype.constant: 0 for dtype in free}
     name = name_of(out_dtype)

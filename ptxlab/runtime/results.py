@@ -132,9 +132,10 @@ def compare(
     if not is_float and "V" in (got.dtype.kind, expected.dtype.kind):
         raise ArgumentError(f"expected {name}", f"numbers such as {got.dtype}", expected.dtype)
     a, b = (array.astype(np.float64) for array in (got, expected)) if is_float else (got, expected)
-    default_rtol = RTOL.get(min(got.dtype.itemsize, expected.dtype.itemsize), 1e-12) if is_float else 0.0
     if is_bfloat16:
         default_rtol = _BFLOAT16_RTOL
+    else:
+        default_rtol = RTOL.get(min(got.dtype.itemsize, expected.dtype.itemsize), 1e-12) if is_float else 0.0
     finite_magnitudes = np.abs(b[np.isfinite(b)]) if is_float else np.zeros(0)
     rtol = default_rtol if rtol is None else rtol
     atol = (default_rtol * float(finite_magnitudes.max(initial=0.0))) if atol is None else atol
@@ -169,7 +170,11 @@ def compare_all(
     *,
     bfloat16_names: Collection[str] = (),
 ) -> list[Comparison]:
-    """Compare outputs by name, by bits of bfloat16 those so named; ArgumentError for an expected array that is none."""
+    """Compare outputs by name, those of `bfloat16_names` as numbers.
+
+    Raises:
+        ArgumentError: an expected array that is no output.
+    """
     for name in expected:
         if name not in outputs:
             raise ArgumentError("expected", f"outputs of the kernel: {', '.join(outputs) or 'none'}", name)

@@ -347,10 +347,8 @@ class KernelSpec:
 
         `sizes` may hold constants of a variant.
         """
-        sizes, moved_arguments = (
-            {**self.config_for(sizes), **sizes},
-            [a for a in self.args if a.shape and a.role != "scratch"],
-        )
+        sizes = {**self.config_for(sizes), **sizes}
+        moved_arguments = [a for a in self.args if a.shape and a.role != "scratch"]
         return sum(a.nbytes(sizes) * (2 if a.role == "inout" else 1) for a in moved_arguments)
 
 

@@ -152,18 +152,18 @@ def rmsnorm_kernel(M: int, K: int) -> Fused:
 
     def check(arrays: dict[str, Any]) -> str:
         row_indices = _checked_rows(M)
-        normalised_input = (
+        input_sum = (
             _fetch_rows(x, row_indices).astype(np.float32) + _fetch_rows(residual, row_indices).astype(np.float32)
         ).astype(np.float16)
-        if not (_fetch_rows(arrays["residual"], row_indices) == normalised_input).all():
+        if not (_fetch_rows(arrays["residual"], row_indices) == input_sum).all():
             raise BenchmarkError(f"rmsnorm_quantize: wrong residual at M={M}, K={K}")
-        v = normalised_input.astype(np.float64)
+        v = input_sum.astype(np.float64)
         y = v / np.sqrt((v * v).mean(1, keepdims=True) + EPS) * gpu.to_host(gamma).astype(np.float64)
         return _check_rows("rmsnorm_quantize", arrays["out"], row_indices, y)
 
     nbytes = M * K * 7 + 8 * M + 2 * K
-    face = "rmsnorm_quantize"
-    return Fused(face, {"M": M, "K": K}, nbytes, make, call, check, public=face)
+    kernel = "rmsnorm_quantize"
+    return Fused(kernel, {"M": M, "K": K}, nbytes, make, call, check, public=kernel)
 
 
 def silu_mul_kernel(M: int, K: int) -> Fused:
@@ -180,8 +180,8 @@ def silu_mul_kernel(M: int, K: int) -> Fused:
         return {"gate_up": gate_up.copy(), "out": make_output()}
 
     nbytes = M * K * 5 + 8 * M
-    face = "silu_mul_quantize"
-    return Fused(face, {"M": M, "K": K}, nbytes, make, silu_mul_quantize, check, public=face)
+    kernel = "silu_mul_quantize"
+    return Fused(kernel, {"M": M, "K": K}, nbytes, make, silu_mul_quantize, check, public=kernel)
 
 
 def quantize_kernel(M: int, K: int) -> Fused:

@@ -295,10 +295,8 @@ def _bind_cp_async(machine: Machine, instruction: Instruction, opcode: Opcode) -
         options = options[:-1]  # the policy
     if not isinstance(size, ir.Immediate) or size.bits not in ((4, 8, 16) if cache_operator == "ca" else (16,)):
         raise ValueError(f"cp.async.{cache_operator} copies {'4, 8 or 16' if cache_operator == 'ca' else '16'} bytes")
-    count, has_ignore_operand = (
-        size.bits,
-        bool(options) and isinstance(options[0], ir.Register) and bits_of(options[0].type) == 1,
-    )
+    count = size.bits
+    has_ignore_operand = bool(options) and isinstance(options[0], ir.Register) and bits_of(options[0].type) == 1
     read_size = machine.reader(options[0] if options else size, "pred" if has_ignore_operand else "u32")
     locate_target = _offset_locator(machine, instruction, "store", "shared", target, count)
     locate_source = _offset_locator(machine, instruction, "load", "global", source, count)

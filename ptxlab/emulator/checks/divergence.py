@@ -129,8 +129,8 @@ class Divergence(Check):
         is_present &= self.expected
         bits = pack_bits(is_present)
         last_iteration = np.where(is_present, lane_iteration, iterations.min()).reshape(-1, 32).max(axis=1)
-        first = np.where(is_present, lane_iteration, iterations.max()).reshape(-1, 32).min(axis=1)
-        is_incomplete = (bits != pack_bits(self.expected)) | (first != last_iteration)
+        first_iteration = np.where(is_present, lane_iteration, iterations.max()).reshape(-1, 32).min(axis=1)
+        is_incomplete = (bits != pack_bits(self.expected)) | (first_iteration != last_iteration)
         is_incomplete[list(self.open)] = True
         is_incomplete &= bits != 0
         for warp in np.flatnonzero(is_incomplete).tolist():

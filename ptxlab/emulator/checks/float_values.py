@@ -42,7 +42,7 @@ def masks_by_kind(values: Values) -> dict[str, Array]:
         return {}
     scalar_type = element(type_name)
     unsigned_dtype, without_sign = np.dtype(f"u{bits_of(scalar_type) // 8}"), (1 << bits_of(scalar_type) - 1) - 1
-    smallest_normal = 1 << MANTISSA[scalar_type]  # the smallest
+    smallest_normal = 1 << MANTISSA[scalar_type]
     infinity_bits = without_sign + 1 - smallest_normal
     magnitude = np.ascontiguousarray(raw).view(unsigned_dtype).reshape(len(raw), -1) & unsigned_dtype.type(without_sign)
     masks = {

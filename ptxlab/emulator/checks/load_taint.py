@@ -93,10 +93,8 @@ class LoadTaint(Check):
 
             def either(lanes: Lanes) -> Marks:
                 a_marks, b_marks = self.marks_of(a, lanes), self.marks_of(b, lanes)
-                is_decided_by_a, is_decided_by_b = (
-                    (a_marks == 0) & (read_a(lanes) == decides),
-                    (b_marks == 0) & (read_b(lanes) == decides),
-                )
+                is_decided_by_a = (a_marks == 0) & (read_a(lanes) == decides)
+                is_decided_by_b = (b_marks == 0) & (read_b(lanes) == decides)
                 return self.union(np.where(is_decided_by_b, 0, a_marks), np.where(is_decided_by_a, 0, b_marks))
 
             return either

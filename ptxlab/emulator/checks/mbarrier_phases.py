@@ -56,10 +56,10 @@ class MBarrierPhases(Check):
         """Begin another phase of an mbarrier."""
         if place not in self.phases:  # a cluster's barrier
             return
-        current_generation, last_generation, _ = self.phases[place]
+        current_phase, last_phase, _ = self.phases[place]
         for clock in self.order.arrived.get(place, {}).values():
-            current_generation.arrivals = join_clocks(current_generation.arrivals, clock)
-        self.phases[place] = Phase(), current_generation, last_generation
+            current_phase.arrivals = join_clocks(current_phase.arrivals, clock)
+        self.phases[place] = Phase(), current_phase, last_phase
 
     def phase_seen(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Check that the lanes whose wait is over know that the phase before is over too."""

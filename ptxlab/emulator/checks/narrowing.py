@@ -83,12 +83,12 @@ class Narrowing(Check):
 
         def multiply(lanes: Lanes) -> Successors:
             a, b, *c = (np.broadcast_to(read(lanes), (count_of(lanes),)).astype(wide_dtype) for read in readers)
-            exact_product = a * b + c[0] if c else a * b
-            is_out_of_range = (exact_product < low) | (exact_product > high)
+            exact_result = a * b + c[0] if c else a * b
+            is_out_of_range = (exact_result < low) | (exact_result > high)
             if is_out_of_range.any():
                 i = int(np.argmax(is_out_of_range))
                 addend_text = f" + {c[0][i]}" if c else ""
-                message = f"{a[i]} * {b[i]}{addend_text} = {exact_product[i]} does not fit {type_name},"
+                message = f"{a[i]} * {b[i]}{addend_text} = {exact_result[i]} does not fit {type_name},"
                 self.report_unless_silent(instruction, lanes, is_out_of_range, message)
             return handler(lanes)
 

@@ -106,8 +106,8 @@ class RacePdl(Check):
     def write(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
         """Report writes to global memory that lie behind no wait."""
         # Shared and local memory lie behind all buffers.
-        is_own_buffer = offsets < self.machine.cluster_memory.first_window
-        self.judge(instruction, indices, offsets, is_own_buffer, "write to", "use")
+        is_global = offsets < self.machine.cluster_memory.first_window
+        self.judge(instruction, indices, offsets, is_global, "write to", "use")
 
     def judge(
         self, instruction: Instruction, indices: Array, offsets: Array, mask: Array, action: str, use: str

@@ -63,10 +63,10 @@ class LaunchState:
 
     def print(self, text: str) -> None:
         """Add text that the kernel prints to the output, up to a length beyond which it is dropped, as on a GPU."""
-        free_lines = MOST_PRINTED - self.printed
+        free_characters = MOST_PRINTED - self.printed
         self.printed += len(text)
-        if free_lines > 0:
-            self.output.append(text[:free_lines])
+        if free_characters > 0:
+            self.output.append(text[:free_characters])
 
     def wait_for_predecessors(self) -> None:
         """Put into memory what the kernels before this one have written: they have ended."""

@@ -49,7 +49,7 @@ class PointerAccess:
 def accesses_of(entry: Entry) -> dict[str, frozenset[PointerAccess]]:
     """Find the accesses through each parameter, by its name; a parameter with an unknown access is left out."""
     pointers = _pointers(entry)
-    unknown_registers: set[str] = set()
+    unknown_names: set[str] = set()
     accesses_by_name: dict[str, set[PointerAccess]] = defaultdict(set)
     meanings = _Meanings(entry.instructions)
     for instruction in entry.instructions:
@@ -57,15 +57,15 @@ def accesses_of(entry: Entry) -> dict[str, frozenset[PointerAccess]]:
         # An address is an operand in brackets; whatever else holds a pointer lets go of it.
         data_registers = [r for o in instruction.operands if not isinstance(o, Address) for r in registers((o,))]
         if head not in _ARITHMETIC | _HARMLESS:
-            unknown_registers.update(*(pointers[r] for r in data_registers if r not in instruction.destinations))
+            unknown_names.update(*(pointers[r] for r in data_registers if r not in instruction.destinations))
         pointer_names = _origins(instruction, pointers)
         access = meanings.access(instruction) if head in _ACCESSES else None
         if access is None or len(pointer_names) > 1:
-            unknown_registers |= pointer_names
+            unknown_names |= pointer_names
         else:
             for name in pointer_names:
                 accesses_by_name[name].add(access)
-    return {name: frozenset(accesses) for name, accesses in accesses_by_name.items() if name not in unknown_registers}
+    return {name: frozenset(accesses) for name, accesses in accesses_by_name.items() if name not in unknown_names}
 
 
 def pointers_of(entry: Entry) -> set[str]:

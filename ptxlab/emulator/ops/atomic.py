@@ -139,7 +139,7 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         for part in parts:
             old_values[part] = view[places[part]]
             view[places[part]] = function(offsets[part], old_values[part], *[operand[part] for operand in operands])
-        # None for a sink.
+        # A sink has no writers.
         for write, element_values in zip(writers, old_values.reshape(len(places), -1).T, strict=False):
             write(lanes, element_values)
 

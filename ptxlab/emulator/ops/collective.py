@@ -34,9 +34,9 @@ def writers_of(machine: Machine, target: ir.Operand) -> tuple[Writer, Writer]:
 
 def ballots(machine: Machine, lanes: Lanes, flags: Array) -> Array:
     """Return, for each of the lanes, the bits of its warp's lanes where the flag is set."""
-    full_votes = np.zeros(machine.lanes, bool)
-    full_votes[lanes] = flags
-    ballot_bits: Array = pack_bits(full_votes)[indices_of(lanes) // 32]
+    votes = np.zeros(machine.lanes, bool)
+    votes[lanes] = flags
+    ballot_bits: Array = pack_bits(votes)[indices_of(lanes) // 32]
     return ballot_bits
 
 

@@ -199,8 +199,8 @@ def _sign(op: Opcode) -> AluOperation:
 
     def change(x: Array) -> Array:
         x = round_to(flush(widen(x, t), t), 0.0, t).view(DTYPES[bits]) if ftz else x.view(DTYPES[bits])
-        changed_bits: Array = (x & ~sign if op.name == "abs" else x ^ sign).view(DTYPES[t])
-        return changed_bits
+        signed_values: Array = (x & ~sign if op.name == "abs" else x ^ sign).view(DTYPES[t])
+        return signed_values
 
     return AluOperation((t,), (t,), change)
 

@@ -33,8 +33,8 @@ def places_of_factor(by_lane: bool) -> Places:
     A by rows, and B by columns transposed, have a row in each lane (`by_lane`); else a lane has part of a column.
     """
     lane, i = np.indices((8, 4))
-    first_row, lane_in_quad = lane // 4 * 4, lane % 4
-    return (lane_in_quad + first_row, i) if by_lane else (i + first_row, lane_in_quad)
+    high, lane_in_quad = lane // 4 * 4, lane % 4
+    return (lane_in_quad + high, i) if by_lane else (i + high, lane_in_quad)
 
 
 def places_of_sum(type_name: str) -> Places:
@@ -104,10 +104,8 @@ def quarters_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler
 
     def multiply(lanes: Lanes, members: Array) -> None:
         whole_warps(machine, instruction, lanes, members)
-        left, right = (
-            matrix(a_readers, "f16", a_places, lanes),
-            matrix(b_readers, "f16", b_places, lanes).swapaxes(1, 2),
-        )
+        left = matrix(a_readers, "f16", a_places, lanes)
+        right = matrix(b_readers, "f16", b_places, lanes).swapaxes(1, 2)
         addend = matrix(c_readers, c_type, places_of_sum(c_type), lanes).astype(np.float32)
         total = (add_pairs if d_type == "f16" else add_chain)(left, right, addend)
         rows, columns = places_of_sum(d_type)

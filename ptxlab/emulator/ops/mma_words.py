@@ -49,11 +49,9 @@ def words_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     def readers(operand: object, count: int, type_name: str) -> list[Reader]:
         return [machine.reader(register, type_name) for register in elements(operand, count)]  # type: ignore[arg-type]
 
-    a_readers, b_readers, c_readers = (
-        readers(a, depth * row_halves, word),
-        readers(b, depth, word),
-        readers(c, 2 * row_halves, d_type),
-    )
+    a_readers = readers(a, depth * row_halves, word)
+    b_readers = readers(b, depth, word)
+    c_readers = readers(c, 2 * row_halves, d_type)
     writers = [machine.writer(register, d_type) for register in elements(d, 2 * row_halves)]
     accumulate = count_bits(combine) if kind == "b1" else fuse_products(rounding)
 

@@ -148,11 +148,11 @@ def _step(nearest: Array, nearest_value: Array, exact: Array, type_name: str, mo
         "rm": is_above & ~is_negative,
         "rp": is_below & is_negative,
     }[mode]
-    goes_away = {"rz": np.zeros_like(is_negative), "rm": is_above & is_negative, "rp": is_below & ~is_negative}[mode]
+    is_away = {"rz": np.zeros_like(is_negative), "rm": is_above & is_negative, "rp": is_below & ~is_negative}[mode]
     bits = np.ascontiguousarray(nearest).view(_BITS[type_name])
-    moved_bits = bits - toward_zero.astype(bits.dtype) + goes_away.astype(bits.dtype)
-    stepped_bits: Array = moved_bits if type_name == "bf16" else moved_bits.view(nearest.dtype)
-    return stepped_bits
+    moved_bits = bits - toward_zero.astype(bits.dtype) + is_away.astype(bits.dtype)
+    stepped_values: Array = moved_bits if type_name == "bf16" else moved_bits.view(nearest.dtype)
+    return stepped_values
 
 
 def flush(x: Array, type_name: str) -> Array:

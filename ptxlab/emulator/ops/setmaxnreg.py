@@ -64,10 +64,8 @@ class RegisterBudget(Unit):
         first = warp // self.per_block * self.per_block
         block = slice(first, first + self.per_block)
         if len({len(history) for history in self.history[block] if history}) == 1:
-            total_registers, available_registers = (
-                32 * int(self.registers[block].sum()),
-                32 * self.per_block * self.at_start,
-            )
+            total_registers = 32 * int(self.registers[block].sum())
+            available_registers = 32 * self.per_block * self.at_start
             if total_registers > available_registers:
                 start_note = (
                     f"{available_registers}, at most {self.at_start} per thread, with which it starts: "

@@ -191,10 +191,10 @@ def _multiply_add(op: Opcode) -> AluOperation:
     signs = [op.type("u32", "s32") == "s32" for _ in "ab"]
     plus_one, saturate, scale = op.flag("po"), op.flag("sat"), op.choice("shr7", "shr15", default="")
     target, *selectors = op.selectors
-    a_minus, b_minus, negates_c = (selector.startswith("-") for selector in selectors)
+    negates_a, negates_b, negates_c = (selector.startswith("-") for selector in selectors)
     part_a, part_b, part_c = (_part(selector.removeprefix("-")) for selector in selectors)
-    negates_product = a_minus != b_minus
-    if target or part_c != (32, 0) or negates_product + negates_c + plus_one > 1 or (plus_one and a_minus):
+    negates_product = negates_a != negates_b
+    if target or part_c != (32, 0) or negates_product + negates_c + plus_one > 1 or (plus_one and negates_a):
         raise UnknownOpcode(op.text)
     c_signed = any(signs) or negates_product
     signed = c_signed or negates_c

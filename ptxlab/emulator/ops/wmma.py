@@ -169,13 +169,13 @@ def _multiply(machine: Machine, instruction: Instruction, opcode: Opcode) -> Cal
     rounding, types = opcode.choice(*MODES, default=""), opcode.modifiers
     d_type, a_type, b_type, c_type = (types[0], "f16", "f16", types[1]) if len(types) == 2 else (*types, "", "", "")[:4]
     is_allowed = a_type == b_type and {c_type, d_type} <= {*_FORMS[shape].get(a_type, ())}
-    is_of_bits = a_type == "b1"
-    if not is_allowed or len(types) not in (2, 4) or (saturates and (d_type != "s32" or is_of_bits)):
+    is_binary = a_type == "b1"
+    if not is_allowed or len(types) not in (2, 4) or (saturates and (d_type != "s32" or is_binary)):
         raise UnknownOpcode(instruction.opcode)
     if (
         (rounding and a_type != "f64")
         or (a_type in _PER_WORD and layouts != ("row", "col"))
-        or is_of_bits != bool(combine)
+        or is_binary != bool(combine)
     ):
         raise UnknownOpcode(instruction.opcode)
     kinds = {"d": d_type, "a": a_type, "b": b_type, "c": c_type}
@@ -198,7 +198,7 @@ def _multiply(machine: Machine, instruction: Instruction, opcode: Opcode) -> Cal
     def multiply(lanes: Lanes) -> None:
         wide_dtype = np.int64 if d_type == "s32" else np.float64
         a, b, c = matrix("a", lanes), matrix("b", lanes), matrix("c", lanes).astype(wide_dtype)
-        if is_of_bits:
+        if is_binary:
             sums = count_bits(combine)(a, b, c)
         elif a_type == "f64":
             sums = fuse_products(rounding or "rn")(a, b, c)

@@ -124,8 +124,8 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         raise UnknownOpcode(instruction.opcode)
     waits = modifiers != ["arrive"]
     if len(operands) > 2 or (len(operands) == 1 and not waits):
-        hint = "and, maybe," if waits else "and"
-        raise ValueError(f"{instruction.opcode} takes a barrier {hint} a number of threads")
+        conjunction = "and, maybe," if waits else "and"
+        raise ValueError(f"{instruction.opcode} takes a barrier {conjunction} a number of threads")
     read_number = machine.reader(operands[0], "u32")
     read_expected = machine.reader(operands[1], "u32") if len(operands) > 1 else None
     barriers, watchers, stride = machine.unit(BlockBarriers), machine.watchers, machine.stride

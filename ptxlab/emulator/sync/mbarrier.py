@@ -226,11 +226,9 @@ def _transactions(machine: Machine, instruction: Instruction, pc: int, opcode: O
 
 def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
     """Bind arrive and arrive_drop, perhaps with expect_tx or noComplete."""
-    drops_out, expects_bytes, is_partial = (
-        "arrive_drop" in instruction.opcode,
-        opcode.flag("expect_tx"),
-        opcode.flag("noComplete"),
-    )
+    drops_out = "arrive_drop" in instruction.opcode
+    expects_bytes = opcode.flag("expect_tx")
+    is_partial = opcode.flag("noComplete")
     opcode.choice("release", "relaxed", default="release")
     opcode.choice(*SCOPES, default="cta")
     state, address, *argument = instruction.operands
@@ -255,7 +253,7 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
         for barrier, positions in operand.objects(lanes):
             for watcher in machine.watchers:
                 watcher.phase_arrive(instruction, barrier.place, as_lanes(indices[positions]))
-            # One each.
+            # One arrival each, all of the same phase.
             if not (drops_out or expects_bytes or is_partial or argument) and len(positions) <= barrier.missing:
                 tokens[positions] = barrier.phase << _PENDING | barrier.missing - np.arange(len(positions))
                 barrier.arrive(len(positions))

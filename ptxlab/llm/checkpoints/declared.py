@@ -179,14 +179,14 @@ def _borrows(settings: Mapping[str, Any]) -> bool:
 
 
 def _awq(settings: Mapping[str, Any]) -> Declaration:
-    for name, written_name in (
+    for name, expected in (
         ("version", "gemm"),
         ("checkpoint_format", "gemm"),
         ("format", "gemm"),
         ("backend", "autoawq"),
     ):
-        if settings.get(name) not in (None, written_name):
-            raise ArgumentError(f"the config's {name}", f"must be {written_name}", settings[name])
+        if settings.get(name) not in (None, expected):
+            raise ArgumentError(f"the config's {name}", f"must be {expected}", settings[name])
     symmetric, has_zeros = _flag(settings, "sym"), _flag(settings, "zero_point")
     if symmetric is not None and symmetric == has_zeros:
         raise ArgumentError("the config's zero_point", f"must be {not symmetric} where sym is {symmetric}", has_zeros)

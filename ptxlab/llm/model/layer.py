@@ -353,12 +353,10 @@ def layer_calls(
             down_in,
             to_stream("down", b.down_in, weights.down, b.hidden),
         ]
-    tokens, normed, routed, expert_outputs = (
-        b.routing.tokens,
-        b.routing.normed,
-        b.routing.routed,
-        b.routing.expert_outputs,
-    )
+    tokens = b.routing.tokens
+    normed = b.routing.normed
+    routed = b.routing.routed
+    expert_outputs = b.routing.expert_outputs
 
     def grouped_product(name: str, inputs: Inputs, weights: Any, out: Any) -> LayerCall:
         return call(name, gemm_w4a8_grouped, inputs, weights=weights, offsets=routed.offsets, out=out)

@@ -41,10 +41,8 @@ class IntegerProduct:
             integers: Any = quantized_weight.q8
             self.scale = quantized_weight.scale
         elif isinstance(quantized_weight, QoQChannelWeight):
-            integers, self.scale = (
-                quantized_weight.q4.astype(np.int32) - quantized_weight.zero[:, None],
-                quantized_weight.scale,
-            )
+            integers = quantized_weight.q4.astype(np.int32) - quantized_weight.zero[:, None]
+            self.scale = quantized_weight.scale
         else:
             integers, self.scale = quantized_weight.exact_level1(), quantized_weight.channel_scale
         N = len(integers)

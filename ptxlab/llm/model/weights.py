@@ -233,10 +233,8 @@ def _random_reordered(
     size = min(N, BLOCK_ROWS), min(K - outliers, BLOCK_K) + outliers
     block = rng.standard_normal(size, dtype=np.float32) / np.float32(np.sqrt(K))
     rows = quant.quantize_atom_weight(block, group, outliers)
-    q4, scale4 = (
-        repeat_to_shape(place(rows.q4), N, K - outliers),
-        repeat_to_shape(place(rows.scale4), N, (K - outliers) // group),
-    )
+    q4 = repeat_to_shape(place(rows.q4), N, K - outliers)
+    scale4 = repeat_to_shape(place(rows.scale4), N, (K - outliers) // group)
     q8 = repeat_to_shape(place(rows.q8), N, outliers) if outliers else q4[:, :0]
     repeated_rows = quant.AtomRows(q4, scale4, q8, repeat_to_shape(place(rows.scale8), N, 1))
     int8 = None if scheme == "atom" else round(K // group * quant.fmpq.MOST_INT8)

@@ -132,10 +132,8 @@ def _check_model(model: Any) -> Config:
         raise ArgumentError(f"model: {tensor_name('embedding', 0)}", rule, name_of(embedding_weight.dtype))
     for name, parameter in model.named_parameters():
         if parameter.dtype != embedding_weight.dtype or parameter.device != embedding_weight.device:
-            rule, got = (
-                f"must be {name_of(embedding_weight.dtype)} on {embedding_weight.device} as the embedding",
-                name_of(parameter.dtype),
-            )
+            rule = f"must be {name_of(embedding_weight.dtype)} on {embedding_weight.device} as the embedding"
+            got = name_of(parameter.dtype)
             raise ArgumentError(f"model: {name}", rule, f"{got} on {parameter.device}")
     # A file may hold a head that its config denies.
     return replace(config, tied_head=model.lm_head.weight is embedding_weight)
@@ -152,10 +150,8 @@ def _quantize_by_recipe(
             "recipe: kv", f"must not be by channel: {_BY_TOKEN}, as recipe.but(kv='kv4') has", recipe.kv
         )
     layout = layout or (_EXPERT_LAYOUT if model.config.experts else layout_here(recipe.scheme))
-    prepared_model, text = (
-        prepare_model(model, recipe),
-        np.zeros((0, 1), np.int64) if tokens is None else np.asarray(tokens),
-    )
+    prepared_model = prepare_model(model, recipe)
+    text = np.zeros((0, 1), np.int64) if tokens is None else np.asarray(tokens)
     ends, layers = convert_ends(prepared_model, dtype), []
     for index, quantized_layer in enumerate(quantize_layers(prepared_model, text, recipe)):
         progress(f"layer {index}")

@@ -171,11 +171,9 @@ def _sum_fits(low: int, high: int, K: int, limit: int) -> Query:
     """Build the query that a sum of at most K products, each in low..high, lies within -limit..limit."""
     import z3
 
-    terms, total_sum = z3.BitVec("K", 64), z3.BitVec("sum", 64)
-    bounds = [terms >= 1, terms <= K, terms * low <= total_sum, total_sum <= terms * high]
-    return Query(
-        holds=z3.And(total_sum >= -limit, total_sum <= limit), assume=bounds, values={"K": terms, "sum": total_sum}
-    )
+    terms, total = z3.BitVec("K", 64), z3.BitVec("sum", 64)
+    bounds = [terms >= 1, terms <= K, terms * low <= total, total <= terms * high]
+    return Query(holds=z3.And(total >= -limit, total <= limit), assume=bounds, values={"K": terms, "sum": total})
 
 
 def _epilogue() -> Query:

@@ -105,11 +105,11 @@ class Thread(LoopStepExecution):
     def load_unknown(self, instruction: Instruction, guard: Any) -> None:
         target, t = instruction.operands[0], instruction.opcode.split(".")[-1]
         registers = target.elements if isinstance(target, ir.Vector) else (target,)
-        whole_parameter = self.parameter(instruction) if ".param" in instruction.opcode else None
-        if whole_parameter is None:
-            whole_parameter = z3.FreshConst(z3.BitVecSort(bits_of(t) * len(registers)), "loaded")
-            self.loads.append(self.access(instruction, guard, whole_parameter))
-        for register, piece in zip(registers, split_fields(whole_parameter, bits_of(t)), strict=True):
+        loaded_bits = self.parameter(instruction) if ".param" in instruction.opcode else None
+        if loaded_bits is None:
+            loaded_bits = z3.FreshConst(z3.BitVecSort(bits_of(t) * len(registers)), "loaded")
+            self.loads.append(self.access(instruction, guard, loaded_bits))
+        for register, piece in zip(registers, split_fields(loaded_bits, bits_of(t)), strict=True):
             self.write(0, guard, register, piece, is_signed(t))
 
     def access(self, instruction: Instruction, guard: Any, bits: Bits) -> Access:
@@ -341,8 +341,8 @@ class Simplifier:
         """Tell if a term depends on the thread's and the block's number alone."""
         key = term.get_id()
         if key not in self.of_thread:
-            is_constant = z3.is_const(term) and term.decl().kind() == z3.Z3_OP_UNINTERPRETED
-            is_named = not is_constant or str(term).startswith(("%tid.x!", "%ctaid.x!"))
+            is_symbol = z3.is_const(term) and term.decl().kind() == z3.Z3_OP_UNINTERPRETED
+            is_named = not is_symbol or str(term).startswith(("%tid.x!", "%ctaid.x!"))
             self.of_thread[key] = term, is_named and all(map(self.is_of_thread, term.children()))
         return self.of_thread[key][1]
 

@@ -76,10 +76,8 @@ class HolderView:
         height, width = self.holders.lane.shape
         if (len(rows), len(columns)) == (height, width):
             return Html("")
-        row_range, column_range = (
-            f"rows {rows.start}-{rows.stop - 1} of {height}",
-            f"{columns.start}-{columns.stop - 1} of {width}",
-        )
+        row_range = f"rows {rows.start}-{rows.stop - 1} of {height}"
+        column_range = f"{columns.start}-{columns.stop - 1} of {width}"
         return element("div", f"Drawn: {row_range}, columns {column_range}.", cls="dim")
 
     def _window(self) -> tuple[range, range, int]:

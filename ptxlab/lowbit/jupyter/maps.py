@@ -131,7 +131,7 @@ def of_load(name: str) -> HolderMap:
 
 
 def _fragments() -> dict[str, Callable[[], HolderMap]]:
-    shown_maps = [
+    shown_fragments = [
         *(fragments.mma_a(k) for k in (16, 32, 64)),
         *(fragments.mma_b(k) for k in (16, 32, 64)),
         fragments.mma_c(32),
@@ -140,7 +140,7 @@ def _fragments() -> dict[str, Callable[[], HolderMap]]:
         fragments.wgmma_a(),
         *(fragments.wgmma_d(n) for n in (8, 16, 64)),
     ]
-    return {fragment.name: partial(of_fragment, fragment) for fragment in shown_maps}
+    return {fragment.name: partial(of_fragment, fragment) for fragment in shown_fragments}
 
 
 @cache

@@ -131,11 +131,9 @@ def _round_levels(
         error = ((tilt**2 * variance + (tilt * mean + shift) ** 2) * counted).sum(axis=1)
         is_better = error < least_error
         least_error = np.where(is_better, error, least_error)
-        scale[is_better], minimum[is_better], unit[is_better] = (
-            trial_scale[is_better],
-            trial_minimum[is_better],
-            trial[is_better, 0],
-        )
+        scale[is_better] = trial_scale[is_better]
+        minimum[is_better] = trial_minimum[is_better]
+        unit[is_better] = trial[is_better, 0]
     return scale, minimum, unit
 
 

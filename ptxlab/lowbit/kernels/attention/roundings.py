@@ -93,10 +93,8 @@ class Operand(NamedTuple):
             integers, zero = integers + 128, zero + 128
         size = added_size = integers + zero if zero_at_end else np.abs(integers - zero)
         if in_bytes and scheme.bits == 4:  # the low nibble of d - 4 is in two sums, of which one is taken off
-            added_size, grains = (
-                size + 2 / 16 * np.roll(integers, 4, axis=-1) * ~is_low_nibble,
-                grains * (1 + ~is_low_nibble),
-            )
+            added_size = size + 2 / 16 * np.roll(integers, 4, axis=-1) * ~is_low_nibble
+            grains = grains * (1 + ~is_low_nibble)
         parts = (integers - zero) * scale, size * scale, added_size * scale
         numbers, size, added_size = (part.transpose(1, 0, 2) for part in parts)
         return cls(numbers, size, added_size, units, grains, channels, scheme)

@@ -152,10 +152,8 @@ def _merge_parts(launch: AttentionLaunch, parts: Part, shares: Shares) -> Part:
             number, last_number = first + np.arange(batch_size), further_parts[units][:, None] - 1
             segment = shares.first[units][:, None] + 1 + np.minimum(number, last_number)
             next_parts = Part(*(array[to_device_of(segment, array)] for array in parts))
-            exists, units = (
-                to_device_of(number <= last_number, whole_part.weights),
-                to_device_of(units, whole_part.weights),
-            )
+            exists = to_device_of(number <= last_number, whole_part.weights)
+            units = to_device_of(units, whole_part.weights)
             merged_part = _add_parts(launch, Part(*(array[units] for array in whole_part)), next_parts, exists)
             for array, changed_array in zip(whole_part, merged_part, strict=True):
                 array[units] = changed_array
