@@ -186,11 +186,15 @@ class HappensBefore(Check):
                 self.observe_flag(int(places[group[0]]), lanes)
                 if access.order in ("acquire", "acq_rel"):
                     self.clocks.learn(lanes, released_clock)
-                    continue
-                pending = self.pending.setdefault(release, {})
-                for clock, clock_lanes in by_clock(pending, lanes):
-                    pending.update(dict.fromkeys(clock_lanes.tolist(), join_clocks(clock, released_clock)))
-                self.pending[release] = dict.fromkeys(lanes.tolist(), released_clock) | pending
+                else:
+                    self.learn_at_fence(release, lanes, released_clock)
+
+    def learn_at_fence(self, release: Released, lanes: Array, released_clock: Clock) -> None:
+        """Remember what a relaxed read has brought to the lanes, to be known from their next fence on."""
+        pending = self.pending.setdefault(release, {})
+        for clock, clock_lanes in by_clock(pending, lanes):
+            pending.update(dict.fromkeys(clock_lanes.tolist(), join_clocks(clock, released_clock)))
+        self.pending[release] = dict.fromkeys(lanes.tolist(), released_clock) | pending
 
     def observe_flag(self, place: int, lanes: Array) -> None:
         """Record that lanes have read a flag, by its arena offset; the check "race" does."""
@@ -249,15 +253,27 @@ class HappensBefore(Check):
                     del pending[lane]
 
     def note_barrier(self, releasing: int, lanes: list[int]) -> None:
-        """Remember lanes that have read a flag of another block and come to a barrier, to say so where they race."""
-        reason = "nobody has fenced between the read of the flag and the barrier, which is no fence between blocks,"
+        """Remember lanes that have read a flag of another block and come to a barrier, to say so where they race.
+
+        A fence of too narrow a scope is the better reason, and stays.
+        """
+        reason = (
+            "nobody has fenced between the read of the flag or mbarrier and the barrier, which is no fence between "
+            "blocks,"
+        )
         for block in {lane // self.scopes.block for lane in lanes}:
-            self.unreached[releasing, block] = reason
+            self.unreached.setdefault((releasing, block), reason)
 
     def fence(self, instruction: Instruction, lanes: Lanes) -> None:
-        """Acquire what strong reads before the fence brought, and let strong writes after it release."""
-        indices = indices_of(lanes)
-        self.take_pending(indices, instruction)
+        """Acquire what strong reads before the fence brought, and let strong writes after it release.
+
+        `fence.release` does not acquire, and `fence.acquire` does not release.
+        """
+        indices, words = indices_of(lanes), instruction.opcode.split(".")
+        if "release" not in words:
+            self.take_pending(indices, instruction)
+        if "acquire" in words:
+            return
         reach = reach_of(instruction.opcode) if self.scopes.matter else ALL
         fenced, own_times = self.fenced.setdefault(reach, ({}, self.clocks.own_times.copy()))
         for group in groups(self.clocks.row[indices]):
@@ -282,10 +298,11 @@ class HappensBefore(Check):
         """Tell a barrier what the lanes know."""
         self.barriers[barrier] = join_clocks(self.barriers.get(barrier, NOTHING), self.publish_clock(lanes))
 
-    def publish_clock(self, lanes: Lanes) -> Clock:
-        """Return what the lanes know, and now make known."""
+    def publish_clock(self, lanes: Lanes, acquires: bool = True) -> Clock:
+        """Return what the lanes know, and now make known; at a barrier they first acquire what strong reads brought."""
         indices = indices_of(lanes)
-        self.take_pending(indices)
+        if acquires:
+            self.take_pending(indices)
         clock = self.clocks.known_to(indices)
         self.clocks.tick(indices)
         return clock
@@ -316,7 +333,8 @@ class HappensBefore(Check):
                 self.merge_release(released_clocks, release, clock)
             return
         for release, block_lanes in self.scopes.by_block(reach_of(instruction.opcode), indices_of(lanes)):
-            self.merge_release(released_clocks, release, self.publish_clock(block_lanes))
+            # an arrival at an mbarrier only releases; the barrier of a cluster counts as a fence like that of a block
+            self.merge_release(released_clocks, release, self.publish_clock(block_lanes, acquires=place < 0))
 
     def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
         """Record who has initialised mbarriers."""
@@ -351,10 +369,16 @@ class HappensBefore(Check):
             self.merge_release(phase_clocks, release, clock)
 
     def phase_wait(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
-        """Tell the lanes that have waited what the mbarrier, or the barrier of their cluster, learnt."""
+        """Tell the lanes that have waited what the mbarrier, or the barrier of their cluster, learnt.
+
+        A relaxed wait is a strong read of the mbarrier: with a fence behind it, it acquires (PTX ISA, 8.8).
+        """
         for mbarrier, event in self.announced.get(place, {}).items():
             self.observe_write(mbarrier, event, indices_of(lanes))
         for release, clock in self.phases.get(place, {}).items():
             acquiring = self.lanes_reached(release, instruction, indices_of(lanes))
             if len(acquiring):
-                self.clocks.learn(acquiring, clock)
+                if ".relaxed" in instruction.opcode:
+                    self.learn_at_fence(release, acquiring, clock)
+                else:
+                    self.clocks.learn(acquiring, clock)

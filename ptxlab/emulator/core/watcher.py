@@ -79,7 +79,7 @@ class Watcher:
         """Handle lanes that have seen that the last phase of an mbarrier is complete."""
 
     def phase_wait(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
-        """Handle lanes that have seen a phase of an mbarrier or of a cluster's barrier complete, and acquire."""
+        """Handle lanes that have waited for a phase of an mbarrier or of a cluster's barrier."""
 
     def wait_for_predecessors(self, lanes: Lanes) -> None:
         """Handle lanes that have waited for the kernel before."""

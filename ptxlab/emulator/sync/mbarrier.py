@@ -277,7 +277,7 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
 def _wait(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
     """Bind test_wait and try_wait, by state or by parity; the hint how long to wait says nothing here."""
     parity = opcode.flag("parity")
-    is_acquire = opcode.choice("acquire", "relaxed", default="acquire") == "acquire"
+    opcode.choice("acquire", "relaxed", default="acquire")
     opcode.choice(*SCOPES, default="cta")
     target, address, expected = instruction.operands[:3]
     effects = machine.unit(EffectQueue)
@@ -295,7 +295,7 @@ def _wait(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, s
         # all hear `phase_seen` first: a wait is judged by what its lanes knew before they acquire
         for watcher in machine.watchers if success else ():
             watcher.phase_seen(instruction, place, lanes)
-        for watcher in machine.watchers if success and is_acquire else ():
+        for watcher in machine.watchers if success else ():
             watcher.phase_wait(instruction, place, lanes)
         write(lanes, np.array([success]))
 

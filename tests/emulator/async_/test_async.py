@@ -311,6 +311,25 @@ def test_arrivals_hand_knowledge_on(order, mode):
     assert findings == ([] if order == "release.cta" else [("race", 9)])
 
 
+@both_modes
+@pytest.mark.parametrize(
+    ("fence", "clean"),
+    [("", False), ("fence.acquire.cta;", True), ("fence.release.cta;", False), ("bar.sync 0;", True)],
+)
+def test_a_relaxed_wait_acquires_a_copy_behind_a_fence(fence: str, clean: bool, mode: str) -> None:
+    body = f"""@%q mbarrier.init.shared.b64 [%r5], 1; @%q fence.mbarrier_init.release.cluster;
+    bar.sync 0;
+    @%q mbarrier.arrive.expect_tx.relaxed.cta.shared.b64 _, [%r5], 512;
+    @%q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r6], [%x3], 512, [%r5];
+    W: mbarrier.try_wait.parity.relaxed.cta.shared.b64 %p, [%r5], 0; @!%p bra W;
+    {fence}
+    ld.shared.u32 %s, [%r2];
+    """
+    out, findings = outcome(body, mode=mode)
+    assert out.tolist() == [1 + 4 * t for t in range(32)]
+    assert findings == ([] if clean else [("race", 7)])
+
+
 HANDOVER = """@%q mbarrier.init.shared.b64 [%r5], COUNT;
     bar.sync 0;
     and.b32 %r7, %r0, 31; setp.ge.u32 %p, %r0, 32; @!%p bra READ;

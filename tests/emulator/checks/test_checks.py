@@ -291,6 +291,12 @@ FLAG = """mov.u32 %r0, %ctaid.x; ld.param.u64 %x1, [out]; ld.param.u64 %x2, [a];
         ("st.volatile.global.u32 [%x2], 1;", "ld.volatile.global.u32 %r1, [%x2];", "", False),
         ("membar.gl; st.volatile.global.u32 [%x2], 1;", "ld.volatile.global.u32 %r1, [%x2];", "", False),
         ("st.relaxed.gpu.global.u32 [%x2], 1;", "ld.acquire.gpu.global.u32 %r1, [%x2];", "", False),
+        ("fence.release.gpu; st.relaxed.gpu.global.u32 [%x2], 1;", "ld.relaxed.gpu.global.u32 %r1, [%x2];",
+         "fence.acquire.gpu;", True),
+        ("fence.acquire.gpu; st.relaxed.gpu.global.u32 [%x2], 1;", "ld.relaxed.gpu.global.u32 %r1, [%x2];",
+         "fence.acquire.gpu;", False),
+        ("fence.release.gpu; st.relaxed.gpu.global.u32 [%x2], 1;", "ld.relaxed.gpu.global.u32 %r1, [%x2];",
+         "fence.release.gpu;", False),
     ],
 )  # fmt: skip
 def test_flags_order_what_they_should(release, acquire, fence, clean):

@@ -115,6 +115,15 @@ barrier.cluster.arrive; barrier.cluster.wait;
 """
 
 
+def remote_findings(body: str, mode: str) -> tuple[str, list]:
+    outside = ".shared .align 128 .b8 buf[128]; .shared .align 8 .b64 bar[1];"
+    text = kernel_text(body + STORE, outside=outside)
+    out = np.zeros(2, np.uint32)
+    findings = run_text(text, out, threads=1, blocks=2, cluster=2, checks=emulator.CHECKS, mode=mode).findings
+    assert out[0] == 7
+    return text, list(findings)
+
+
 @both_modes
 @pytest.mark.parametrize(
     ("arrive", "wait", "side"),
@@ -126,16 +135,61 @@ barrier.cluster.arrive; barrier.cluster.wait;
     ],
 )
 def test_arrivals_from_another_block(arrive, wait, side, mode):
-    outside = ".shared .align 128 .b8 buf[128]; .shared .align 8 .b64 bar[1];"
-    text = kernel_text(REMOTE.format(arrive, wait) + STORE, outside=outside)
-    out = np.zeros(2, np.uint32)
-    findings = run_text(text, out, threads=1, blocks=2, cluster=2, checks=emulator.CHECKS, mode=mode).findings
-    assert out[0] == 7
+    body = REMOTE.format(arrive, wait)
+    text, findings = remote_findings(body, mode)
     assert [(f.kind, f.line) for f in findings] == ([("race", line_of(text, "ld.shared"))] if side else [])
     waits = line_of(text, "try_wait")
     assert all(
         f"line {waits} {side} in scope .cta only, which does not reach the other block" in f.message for f in findings
     )
+
+
+@both_modes
+@pytest.mark.parametrize(
+    ("wait", "fence", "reason"),
+    [
+        ("relaxed.cluster", "fence.acq_rel.cluster;", None),
+        ("relaxed.cluster", "fence.acquire.gpu;", None),
+        ("relaxed.cluster", "fence.acquire.sync_restrict::shared::cluster.cluster;", None),
+        ("relaxed.cluster", "", ""),
+        ("relaxed.cluster", "fence.release.cluster;", ""),
+        ("relaxed.cluster", "fence.proxy.async.shared::cta;", ""),
+        ("relaxed.cluster", "mbarrier.arrive.release.cluster.shared::cta.b64 _, [%r5];", ""),
+        ("relaxed.cluster", "bar.sync 0;", "nobody has fenced between the read of the flag or mbarrier and the"),
+        ("relaxed.cluster", "fence.acq_rel.cta;", "line {fence} acquires in scope .cta only"),
+        ("relaxed.cta", "fence.acq_rel.cluster;", "line {wait} acquires in scope .cta only"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["try_wait", "test_wait"])
+def test_a_relaxed_wait_acquires_behind_a_fence(
+    kind: str, wait: str, fence: str, reason: str | None, mode: str
+) -> None:
+    body = REMOTE.format(".release.cluster", f".{wait}").replace("try_wait", kind)
+    text, findings = remote_findings(body.replace("ld.shared", f"{fence}\nld.shared"), mode)
+    assert [(f.kind, f.line) for f in findings] == [("race", line_of(text, "ld.shared"))] * (reason is not None)
+    lines = {"wait": line_of(text, kind), "fence": line_of(text, fence)}
+    assert all((reason or "").format(**lines) in finding.message for finding in findings)
+
+
+@both_modes
+@pytest.mark.parametrize(
+    ("fence", "arrive", "wait", "acquire", "clean"),
+    [
+        ("fence.release.cluster;", "relaxed.cluster", "acquire.cluster", "", True),
+        ("fence.release.sync_restrict::shared::cta.cluster;", "relaxed.cluster", "acquire.cluster", "", True),
+        ("fence.release.cluster;", "relaxed.cluster", "relaxed.cluster", "fence.acquire.cluster;", True),
+        ("fence.acquire.cluster;", "relaxed.cluster", "acquire.cluster", "", False),
+        ("fence.release.cta;", "relaxed.cluster", "acquire.cluster", "", False),
+        ("fence.release.cluster;", "relaxed.cta", "acquire.cluster", "", False),
+        ("fence.release.cluster;", "relaxed.cluster", "relaxed.cluster", "fence.acquire.cta;", False),
+    ],
+)
+def test_a_relaxed_arrival_releases_behind_a_fence(
+    fence: str, arrive: str, wait: str, acquire: str, clean: bool, mode: str
+) -> None:
+    body = REMOTE.format(f".{arrive}", f".{wait}").replace("ld.shared", f"{acquire}\nld.shared")
+    text, findings = remote_findings(body.replace("mbarrier.arrive", f"{fence}\nmbarrier.arrive"), mode)
+    assert [(f.kind, f.line) for f in findings] == ([] if clean else [("race", line_of(text, "ld.shared"))])
 
 
 # In block 0 all threads write a word, and thread 0 sets a flag; in block 1 it waits for that, and all read.
@@ -167,8 +221,9 @@ FENCE = "fence.acq_rel.gpu;"
         ("", FENCE, FENCE, "", None),
         (FENCE, FENCE, FENCE, "", None),
         ("", FENCE, "fence.acq_rel.sys;", "", None),
-        ("", FENCE, "", "", "as nobody has fenced between the read of the flag and the barrier, which is no fence"),
-        ("", FENCE, "", FENCE, "as nobody has fenced between the read of the flag and the barrier"),
+        ("", FENCE, "", "", "as nobody has fenced between the read of the flag or mbarrier and the barrier, "
+         "which is no fence between blocks"),
+        ("", FENCE, "", FENCE, "as nobody has fenced between the read of the flag or mbarrier and the barrier"),
         (FENCE, "", FENCE, "", "which has a fence behind that, but line 16, `st.relaxed.gpu.global.u32 [%x1], 1`, sets "
          "the flag in thread (0,0,0): by the letter of PTX that thread needs a fence of its own"),
         ("", "", FENCE, "", "of block (0,0,0),"),

@@ -61,6 +61,13 @@ def test_a_copy_takes_its_time() -> None:
         assert out[0] + 8 > LATENCY and out[0] < LATENCY + 2048 // BYTES_PER_STEP + 8
 
 
+def test_a_relaxed_wait_takes_the_time_of_the_copy() -> None:
+    text = kernel_text(COPY.replace("parity", "parity.relaxed.cta") + STORE, params=".param .u64 out, .param .u64 data")
+    out = np.zeros(32, np.uint32)
+    run_text(text, out, np.zeros(2048, np.uint8), step_clock=True)
+    assert out[0] + 8 > LATENCY
+
+
 def test_later_waves_begin_where_earlier_ones_ended() -> None:
     blocks = 2 * 132 + 1  # of 1,024 threads: three waves
     clocks = run_body(CLOCK, threads=1024, blocks=blocks, step_clock=True).reshape(blocks, 1024)[:, 0]
