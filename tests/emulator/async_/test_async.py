@@ -314,10 +314,16 @@ def test_arrivals_hand_knowledge_on(order, mode):
 @both_modes
 @pytest.mark.parametrize(
     ("fence", "clean"),
-    [("", False), ("fence.acquire.cta;", True), ("fence.release.cta;", False), ("bar.sync 0;", True)],
+    [
+        ("", False),
+        ("fence.acquire.cta;", True),
+        ("bar.sync 0;", True),
+        ("fence.release.cta;", False),
+        ("mbarrier.arrive.release.cta.shared.b64 _, [%r5+8];", False),
+    ],
 )
 def test_a_relaxed_wait_acquires_a_copy_behind_a_fence(fence: str, clean: bool, mode: str) -> None:
-    body = f"""@%q mbarrier.init.shared.b64 [%r5], 1; @%q fence.mbarrier_init.release.cluster;
+    body = f"""@%q mbarrier.init.shared.b64 [%r5], 1; @%q mbarrier.init.shared.b64 [%r5+8], 32;
     bar.sync 0;
     @%q mbarrier.arrive.expect_tx.relaxed.cta.shared.b64 _, [%r5], 512;
     @%q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r6], [%x3], 512, [%r5];
