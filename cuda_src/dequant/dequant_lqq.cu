@@ -1,5 +1,5 @@
-// dequant_lqq: the CUDA C++ twin of ptx/dequant/dequant_lqq.ptx, which states contract, word and tile.
-// IMAD + XOR, LiquidGEMM section 4.
+// dequant_lqq: the CUDA C++ version of ptx/dequant/dequant_lqq.ptx, which states contract, word order and tile.
+// LiquidQuant to s8 (LiquidGEMM section 4): one IMAD and one XOR dequantise four weights.
 #include "dequant.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) dequant_lqq(

@@ -1,6 +1,6 @@
-// dequant_lqq_unsigned: the CUDA C++ twin of ptx/dequant/dequant_lqq_unsigned.ptx, which states contract, word and
-// tile.
-// IMAD alone: weight + 128 as u8.
+// dequant_lqq_unsigned: the CUDA C++ version of ptx/dequant/dequant_lqq_unsigned.ptx.
+// LiquidQuant without the XOR: one IMAD dequantises four weights to weight + 128 as u8. The .ptx states contract, word
+// order and tile.
 #include "dequant.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) dequant_lqq_unsigned(

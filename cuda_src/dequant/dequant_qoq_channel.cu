@@ -1,6 +1,6 @@
-// dequant_qoq_channel: the CUDA C++ twin of ptx/dequant/dequant_qoq_channel.ptx, which states contract, word and
-// tile.
-// Only unpack; the zero point is left to the epilogue, QServe section 5.2.2.
+// dequant_qoq_channel: the CUDA C++ version of ptx/dequant/dequant_qoq_channel.ptx.
+// QoQ per channel (QServe section 5.2.2): unpack nibbles to u8 0..15; a GEMM subtracts the zero point in its epilogue.
+// The .ptx states contract, word order and tile.
 #include "dequant.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) dequant_qoq_channel(

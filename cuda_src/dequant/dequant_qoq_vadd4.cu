@@ -1,5 +1,6 @@
-// dequant_qoq_vadd4: the CUDA C++ twin of ptx/dequant/dequant_qoq_vadd4.ptx, which states contract, word and tile.
-// Multiply, then __vadd4, QServe section 5.2.3.
+// dequant_qoq_vadd4: the CUDA C++ version of ptx/dequant/dequant_qoq_vadd4.ptx.
+// QoQ in groups to s8 (QServe section 5.2.3): multiply four weights by the scale at once, then add the offset to each
+// by __vadd4. The .ptx states contract, word order and tile.
 #include "dequant.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) dequant_qoq_vadd4(

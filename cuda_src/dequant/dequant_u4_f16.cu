@@ -1,5 +1,5 @@
-// dequant_u4_f16: the CUDA C++ twin of ptx/dequant/dequant_u4_f16.ptx, which states contract, word and tile.
-// The magic number 1024, QServe section 5.3.
+// dequant_u4_f16: the CUDA C++ version of ptx/dequant/dequant_u4_f16.ptx, which states contract, word order and tile.
+// UINT4 to FP16 (QServe section 5.3): OR the nibble into the mantissa of FP16 1024, then subtract the bias.
 #include "dequant.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) dequant_u4_f16(

@@ -1,6 +1,6 @@
-// dequant_u4_f16_subnormal: the CUDA C++ twin of ptx/dequant/dequant_u4_f16_subnormal.ptx, which states contract,
-// word and tile.
-// AND alone: v * 2^-24 as an FP16 subnormal.
+// dequant_u4_f16_subnormal: the CUDA C++ version of ptx/dequant/dequant_u4_f16_subnormal.ptx.
+// UINT4 to FP16 by an AND alone: the nibble v becomes the FP16 subnormal v * 2^-24. The .ptx states contract, word
+// order and tile.
 #include "dequant.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) dequant_u4_f16_subnormal(

@@ -1,22 +1,24 @@
-// gemm_f16_sm80: Y = X W^T in FP16, added up in FP32 in one order, whatever else is in the batch: an LM head.
+// gemm_f16_sm80: Y = X W^T in FP16, summed in FP32 in one fixed order whatever else is in the batch: an LM head.
 //
 // Contract   y[m, n] = sum_k x[m, k] w[n, k], rounded once to f16. The sum goes through K in steps of 32 channels, each
-//            of two MMAs of 16: channels 8 t .. 8 t + 3 for t = 0 .. 3, then 8 t + 4 .. 8 t + 7. So a row has the same bits
-//            in any batch and in any tile. K a multiple of 32.
-// Shows      operands of mma.sync straight from memory: a lane's 16 bytes of a row of W are its part of two MMAs.
+//            of two MMAs of 16: channels 8 t .. 8 t + 3 for t = 0 .. 3, then 8 t + 4 .. 8 t + 7. So a row has the same
+//            bits in any batch and in any tile. K a multiple of 32.
+// Tile       a warp: 16 rows of W x BM tokens over all of K; a block: WARPS warps along the rows.
+// Shows      operands of mma.sync loaded straight from global memory: 16 bytes of a row of W are a lane's operand of
+//            two MMAs.
 // Guide      notebooks/guide/kernels_gemm.md: operands, constants
 // PTX ISA    9.7.14.5.8 mma.m16n8k16
 #include "mma_f16.cuh"
 
 #ifndef BM
-#define BM 8      // tokens of a tile, at most
-#define UNROLL 8  // steps that are on their way at once
-#define WARPS 8   // of a block, 16 rows each
+#define BM 8      // tokens of a tile
+#define UNROLL 8  // steps of 32 channels whose loads are in flight at once
+#define WARPS 8   // of a block, 16 rows of W each
 #endif
 
 namespace {
 
-constexpr int COLUMNS = BM / 8;  // of eight tokens
+constexpr int COLUMNS = BM / 8;  // MMA tiles of eight tokens
 
 }  // namespace
 

@@ -1,18 +1,19 @@
-// gemm_w4a8_grouped_sm90: the experts of a layer in one launch: y = x W_e^T for the rows of x that each expert e has.
+// gemm_w4a8_grouped_sm90: GEMMs of all experts of a layer in one launch: y = x W_e^T for the rows x of each expert e.
 //
-// gemm_w4a8_sm90 with another list of tiles. Only the device knows how many rows each expert has: the router has just
-// written it there. So every warp works the list out for itself (experts.cuh).
+// gemm_w4a8_sm90 with another list of tiles. How many rows an expert has is known only on the device, where the router
+// has just written it. So every warp works the list out for itself (experts.cuh).
 //
-// Contract   rows offsets[e] .. offsets[e + 1] - 1 of X go with W_e: offsets never fall, from offsets[0] = 0 to
-//            offsets[E] = M; an expert may have none. accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[e, n,
-//            k], exact in int32; y = accumulators * x_scale[m] * w_scale[e, n] + bias[e, n], each operation in f32 and
-//            then rounded to the output, or the accumulators (OUT == 3). Any M >= 1, E >= 1, N a multiple of 8, K a
-//            multiple of the group. LiquidQuant: o1 = 128 + min; QoQ: o1 = 128 - zero * s1. SIGNED: the MMA takes w as
-//            s8 and no token sums are needed. GROUP 0: constants per channel alone, with token sums; the weight is
+// Contract   rows offsets[e] .. offsets[e + 1] - 1 of X are multiplied by W_e: offsets never fall, from offsets[0] = 0
+//            to offsets[E] = M; an expert may have no rows. accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 -
+//            128)[e, n, k], exact in int32; y = accumulators * x_scale[m] * w_scale[e, n] + bias[e, n], each operation
+//            rounded in f32, the result then rounded to the output type, or the accumulators themselves (OUT == 3). Any
+//            M >= 1, E >= 1, N a multiple of 8, K a multiple of the group. LiquidQuant: o1 = 128 + min; QoQ: o1 = 128 -
+//            zero * s1. The MMA takes w + 128 as u8, and the epilogue subtracts 128 times the token sum; SIGNED: it
+//            takes w as s8 and needs no token sums. GROUP 0: scales per channel alone, with token sums; the weight is
 //            q4[e, n, k] - w_zero[e, n].
-// PDL        all warps wait for the kernel before, which may be writing `offsets`: these say which weights are needed.
-//            What it may write is not __restrict__, because ptxas moves loads of read-only data (ld.global.nc) ahead of
-//            griddepcontrol.wait.
+// PDL        all warps wait for the preceding kernel, which may write `offsets`: these say which weights are needed.
+//            Pointers that it may write are not __restrict__, because ptxas moves loads of read-only data
+//            (ld.global.nc) ahead of griddepcontrol.wait.
 // Guide      notebooks/guide/kernels_gemm.md: strips, tiles of experts, schedule, constants
 // Measured   Mixtral, 8 experts, top 2, on an H200, of the floor at 1, 8, 64 tokens: gate+up 0.83, 0.90, 0.88; down
 //            0.75, 0.93, 0.87; 0.97 to 1.51 times as fast as a loop of single GEMMs, 1.33 in the mean from 32 tokens
@@ -27,15 +28,15 @@
 #include "timeline.cuh"
 
 #ifndef BM
-#define BM 32     // tokens of a tile
-#define WN 2      // warp groups that multiply, along the rows of W
-#define MN 1      // MMAs of 64 rows that each of them does
-#define STRIPS 8  // strips of a tile, at most
-#define BK 128
-#define STAGES 4
+#define BM 32      // tokens of a tile
+#define WN 2       // warp groups that multiply, along the rows of W
+#define MN 1       // MMAs of 64 rows of each of them
+#define STRIPS 8   // strips of a tile, at most
+#define BK 128     // channels of a stage
+#define STAGES 4   // slots of the ring
 #define GROUP 128  // weights of a level-2 scale; 0: constants per channel alone
 #define OUT 0      // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
-#define SIGNED 0   // 1: no token sums, so the MMA is given the weights as they are
+#define SIGNED 0   // 1: the MMA takes s8 weights; no token sums
 #endif
 
 namespace {
@@ -46,15 +47,16 @@ static_assert(GROUP != 0 || !SIGNED, "a zero point leaves with the token sum");
 using Stage = ptxlab::StripStage<BM, BK, STRIPS, GROUP>;
 using Ring = ptxlab::StripRing<Stage, STAGES>;
 using TokenConstants = ptxlab::TokenConstants<BM>;
-constexpr int kBlockBytes = Stage::BLOCK;  // of 128 channels of a strip
+constexpr int kBlockBytes = Stage::BLOCK;  // bytes of 128 channels of a strip
 static_assert(STRIPS <= WN * MN * 4, "a warp has MN strips");
 static_assert(WN <= 3, "registers");
 
 constexpr int kThreads = 128 * (WN + 1);
-constexpr int kStageBlocks = BK / 128, kWarpStrips = (STRIPS + 3) / 4;  // of a stage; that a warp asks for at most
-constexpr int kThreadTokens = (BM + 127) / 128;                         // whose scales a thread of a warp group loads
+constexpr int kStageBlocks = BK / 128, kWarpStrips = (STRIPS + 3) / 4;  // strips that a producer warp copies
+constexpr int kThreadTokens = (BM + 127) / 128;  // tokens whose constants a consumer thread loads
 constexpr int kConsumerRegisters = WN <= 2 ? 232 : 152, kProducerRegisters = 40;
 
+// Kernel arguments that producer and consumers read.
 struct Arguments {
     const unsigned char *strips, *w_zero;
     const ptxlab::TensorMap* x;
@@ -62,6 +64,7 @@ struct Arguments {
     int M, N;
 };
 
+// Initialise every barrier with its number of arrivals. For one thread.
 __device__ __forceinline__ void init_barriers(const Ring& ring) {
     for (int s = 0; s < STAGES; ++s) {
         ptxlab::mbarrier_init(&ring.full[s], 4);
@@ -70,8 +73,8 @@ __device__ __forceinline__ void init_barriers(const Ring& ring) {
     ptxlab::fence_mbarrier_init();
 }
 
-// Constants of the lane's rows of W, and where its warp's strips lie in the ring's first slot. A warp without a strip
-// takes the last one again.
+// Load scale, bias and zero point of this lane's rows of W, two for each of MN MMAs, and compute where its warp's
+// strips lie in the ring's first slot. A warp without a strip takes the last one again.
 __device__ __forceinline__ void load_row_constants(float (&w_scale)[MN][2], float (&bias)[MN][2], int (&zero)[MN][2],
                                                    u32 (&strip_address)[MN], const Arguments& arguments,
                                                    const unsigned char* stages, const ptxlab::ExpertTile& tile,
@@ -91,9 +94,9 @@ __device__ __forceinline__ void load_row_constants(float (&w_scale)[MN][2], floa
     }
 }
 
-// How W is cut into row tiles, and K into stages.
+// How W is cut into row tiles of strips, and K into stages.
 struct Schedule {
-    int w_blocks, num_stages;  // of 128 and of BK channels
+    int w_blocks, num_stages;  // of 128 channels; of BK channels
     int num_strips, num_row_tiles;
     ptxlab::RowTiles row_tiles;
 
@@ -102,8 +105,8 @@ struct Schedule {
           num_row_tiles((num_strips + STRIPS - 1) / STRIPS), row_tiles(num_strips, num_row_tiles) {}
 };
 
-// The warp group that loads. One thread of each warp issues the copies of every fourth strip. The last warp, which has
-// the fewest strips, also copies X.
+// Run the producer warp group: one thread of each warp copies every fourth strip. The last warp, which has the fewest
+// strips, also copies X.
 __device__ __forceinline__ void produce(const Arguments& arguments, const Schedule& schedule, const Ring& ring,
                                         ptxlab::ExpertTiles<BM>& tiles, ptxlab::ExpertTile& tile,
                                         ptxlab::Slot<STAGES>& slot TIMELINE_PARAMETER) {
@@ -155,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_grouped_sm90
     const float* __restrict__ bias,               // f32 [E, N], or null
     void* __restrict__ y,                         // [M, N], by OUT
     int M, int N, int K, int E) {
-    extern __shared__ __align__(1024) unsigned char stages[];  // then buffers, TokenConstants
+    extern __shared__ __align__(1024) unsigned char stages[];  // the ring, then transpose buffers, TokenConstants
     __shared__ u64 full[STAGES], empty[STAGES];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const Ring ring{stages, full, empty};
@@ -213,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_grouped_sm90
             ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * ptxlab::WARP_BUFFER_BYTES,
                                              lane, tile.token0, (strip0 + (wn * MN + h) * 4 + warp) * 16,
                                              tile.end_token, N, min(N, end_strip * 16),
-                                             [](int) { return true; });  // all sums are here
+                                             [](int) { return true; });  // this block has all sums
         }
     }
 }

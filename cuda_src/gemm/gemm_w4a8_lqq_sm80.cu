@@ -1,12 +1,12 @@
-// gemm_w4a8_lqq_sm80: Y = X W^T with INT8 activations and LiquidQuant weights in groups (LiquidGEMM section 4) on mma.sync.
+// gemm_w4a8_lqq_sm80: Y = X W^T, INT8 activations, LiquidQuant weights in groups (LiquidGEMM section 4), on mma.sync.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + min)[n, k], exact in int32 for K < 131,072; y =
-//            accumulators * x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or
-//            the accumulators themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of the group; padding
-//            is zero-filled on the way in.
+//            accumulators * x_scale[m] * w_scale[n] + bias[n], each operation rounded in f32, the result then rounded
+//            to the output type, or the accumulators themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple
+//            of the group. What lies outside the matrices is loaded as zeros.
 // Shows      gemm_w4a8_qoq_sm80 with another dequantiser: one IMAD and one XOR for four weights in place of a multiply
-//            and vadd4. Everything else is that kernel's: layout, tile, ring, epilogue. Zero-filled constants restore
-//            -128, times zero-filled activations.
+//            and vadd4. Layout, tile, ring and epilogue are that kernel's. Outside the matrices, zero constants
+//            dequantise to -128, which meets zero activations.
 // Guide      notebooks/guide/kernels_gemm.md: operands, schedule, order of blocks, constants
 // PTX ISA    9.7.14 mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill.
 #include "dequant.cuh"
@@ -16,13 +16,13 @@
 #include "timeline.cuh"
 
 #ifndef BN
-#define BN 128
-#define BM 64
-#define BK 128
-#define WN 4
-#define WM 1
-#define WK 1
-#define STAGES 4
+#define BN 128     // rows of W in a tile
+#define BM 64      // tokens
+#define BK 128     // channels of a stage
+#define WN 4       // warps along the rows
+#define WM 1       // along the tokens
+#define WK 1       // along the channels
+#define STAGES 4   // slots of the ring
 #define GROUP 128  // channels of a level-2 scale
 #define OUT 0      // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
 #define SUM_PAD 4  // int32 between rows of results in shared memory
@@ -82,9 +82,10 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_lqq_sm
             PHASE(DEQUANTISE);
             const uint4 q = *reinterpret_cast<const uint4*>(slot + ((wn * Tile::STEPS + step) * 32 + lane) * 16);
             const int group = Groups::COUNT == 1 ? 0 : step * 32 / GROUP;
+            // Byte r of s4 and o4: scale and offset of row g + 8 r.
             const u32 s4 = *reinterpret_cast<const u32*>(cs + group * 64),
                       o4 = *reinterpret_cast<const u32*>(cs + group * 64 + 32);
-            uint2 a[4];  // row g + 8 q: channels 4 t .. (x) and 16 + 4 t .. (y)
+            uint2 a[4];  // a[r]: row g + 8 r, channels 4 t .. + 3 (x) and 16 + 4 t .. + 3 (y)
             const u32 words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
             for (int r = 0; r < 4; ++r)
@@ -92,7 +93,8 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_lqq_sm
             PHASE(MULTIPLY);
 #pragma unroll
             for (int m = 0; m < Tile::TOKENS / 8; m += 2) {
-                // Two token tiles of 8 by 32 channels: lanes 0-7, 8-15 rows of the first, 16-31 of the second.
+                // ldmatrix of two token tiles of 8 x 32 channels: lanes 0-7 and 8-15 address the two chunks of the
+                // first tile's rows, lanes 16-31 those of the second.
                 const int row = m * 8 + (lane & 7) + (lane >> 4 & (Tile::TOKENS > 8)) * 8,
                           chunk = step * 2 + (lane >> 3 & 1);
                 u32 b[4];

@@ -1,13 +1,13 @@
-// gemm_w4a8_qoq_channel_sm80: Y = X W^T with INT8 activations and per-channel QoQ weights (QServe section 5.2.2).
+// gemm_w4a8_qoq_channel_sm80: Y = X W^T, INT8 activations, per-channel QoQ weights (QServe section 5.2.2), on mma.sync.
 //
-// Contract   accumulators[m, n] = sum_k x[m, k] * q4[n, k] - zero[n] * x_sum[m], exact in int32 for K < 131,072: with
-//            x_sum[m] = sum_k x[m, k] it is the product with q4 - zero, whose sign never burdens the main loop; y =
-//            accumulators * x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or
-//            the accumulators themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of 32; padding is
-//            zero-filled on the way in. QServe's Eq. 13 sums X before it is quantised; x_sum is of the integers, so
-//            that the product with q4 - zero is exact.
-// Tile       that of gemm_w4a8_qoq_sm80, without constants of groups. A q4 is 0..15, so as signed bytes they mean the
-//            same.
+// Contract   accumulators[m, n] = sum_k x[m, k] * q4[n, k] - zero[n] * x_sum[m], exact in int32 for K < 131,072. With
+//            x_sum[m] = sum_k x[m, k] this is the product with q4 - zero, and the main loop only unpacks. y =
+//            accumulators * x_scale[m] * w_scale[n] + bias[n], each operation rounded in f32, the result then rounded
+//            to the output type, or the accumulators themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple
+//            of 32. What lies outside the matrices is loaded as zeros. QServe's Eq. 13 sums X before it is quantised;
+//            x_sum sums the integers, so that the product with q4 - zero is exact.
+// Tile       that of gemm_w4a8_qoq_sm80, without constants of groups. A q4 is 0..15, so it has the same value as a
+//            signed byte.
 // Guide      notebooks/guide/kernels_gemm.md: operands, layout, schedule, constants
 // Measured   0.64, 0.34, 0.31 of the floor at M = 16, 64, 256 on an H200; 0.87 times as fast as cuBLAS FP8 (means).
 // PTX ISA    9.7.14 mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill.
@@ -18,13 +18,13 @@
 #include "timeline.cuh"
 
 #ifndef BN
-#define BN 128
-#define BM 64
-#define BK 128
-#define WN 4
-#define WM 1
-#define WK 1
-#define STAGES 4
+#define BN 128     // rows of W in a tile
+#define BM 64      // tokens
+#define BK 128     // channels of a stage
+#define WN 4       // warps along the rows
+#define WM 1       // along the tokens
+#define WK 1       // along the channels
+#define STAGES 4   // slots of the ring
 #define OUT 0      // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
 #define SUM_PAD 4  // int32 between rows of results in shared memory
 #endif
@@ -36,7 +36,7 @@ using Tile = ptxlab::QServeTile<BN, BM, BK, WN, WM, WK>;
 constexpr int STAGE_BYTES = Tile::W_BYTES + Tile::X_BYTES;
 constexpr int TILE_PITCH = BN + SUM_PAD;  // int32 of the tile of results in shared memory
 
-// Bring stage `stage` of the block's operands into its slot.
+// Issue the copies of stage `stage` of W and X into its slot, as one commit group.
 __device__ __forceinline__ void fetch(const ptxlab::QServeOperands& in, unsigned char* slot, int stage, int strip0,
                                       int token0) {
     Tile::fetch(in, slot, stage, strip0, token0);
@@ -88,14 +88,15 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_ch
             const int step = i * WK + wk;
             PHASE(DEQUANTISE);
             const uint4 q = *reinterpret_cast<const uint4*>(slot + ((wn * Tile::STEPS + step) * 32 + lane) * 16);
-            uint2 a[4];  // row g + 8 q: channels 4 t .. (x) and 16 + 4 t .. (y)
+            uint2 a[4];  // a[r]: row g + 8 r, channels 4 t .. + 3 (x) and 16 + 4 t .. + 3 (y)
             const u32 words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
             for (int r = 0; r < 4; ++r) a[r] = ptxlab::dequant_qoq_channel(words[r]);
             PHASE(MULTIPLY);
 #pragma unroll
             for (int m = 0; m < Tile::TOKENS / 8; m += 2) {
-                // Two token tiles of 8 by 32 channels: lanes 0-7, 8-15 rows of the first, 16-31 of the second.
+                // ldmatrix of two token tiles of 8 x 32 channels: lanes 0-7 and 8-15 address the two chunks of the
+                // first tile's rows, lanes 16-31 those of the second.
                 const int row = m * 8 + (lane & 7) + (lane >> 4 & (Tile::TOKENS > 8)) * 8,
                           chunk = step * 2 + (lane >> 3 & 1);
                 u32 b[4];
@@ -110,7 +111,8 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_ch
         }
     }
 
-    // Epilogue: the WK partial sums meet in a tile [BM][BN] that takes the ring's place; then the zero points leave.
+    // Epilogue: add up the WK partial sums in a tile [BM][BN] that takes the ring's place, then subtract the zero
+    // points.
     PHASE(REDUCE);
     ptxlab::cp_async_wait<0>();
     __syncthreads();

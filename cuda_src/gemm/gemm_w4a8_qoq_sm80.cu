@@ -1,9 +1,9 @@
-// gemm_w4a8_qoq_sm80: Y = X W^T with INT8 activations and QoQ weights in groups: QServe's main loop (QServe section 5.2).
+// gemm_w4a8_qoq_sm80: Y = X W^T, INT8 activations, QoQ weights in groups: QServe's main loop (QServe section 5.2).
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * ((q4 - z) * s1)[n, k], exact in int32 for K < 131,072; y =
-//            accumulators * x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or
-//            the accumulators themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of the group; padding
-//            is zero-filled on the way in.
+//            accumulators * x_scale[m] * w_scale[n] + bias[n], each operation rounded in f32, the result then rounded
+//            to the output type, or the accumulators themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple
+//            of the group. What lies outside the matrices is loaded as zeros.
 // Tile       block: BN rows x BM tokens x BK channels; warps WN x WM x WK: 32 rows, BM / WM tokens, every WK-th k32
 //            step.
 //            W      ring of STAGES; per k32 step and 32 rows 512 bytes in QServe's order: LDS.128 per lane is its 32
@@ -86,9 +86,10 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_sm
             PHASE(DEQUANTISE);
             const uint4 q = *reinterpret_cast<const uint4*>(slot + ((wn * Tile::STEPS + step) * 32 + lane) * 16);
             const int group = Groups::COUNT == 1 ? 0 : step * 32 / GROUP;
+            // Byte r of s4 and o4: scale and offset of row g + 8 r.
             const u32 s4 = *reinterpret_cast<const u32*>(cs + group * 64),
                       o4 = *reinterpret_cast<const u32*>(cs + group * 64 + 32);
-            uint2 a[4];  // row g + 8 q: channels 4 t .. (x) and 16 + 4 t .. (y)
+            uint2 a[4];  // a[r]: row g + 8 r, channels 4 t .. + 3 (x) and 16 + 4 t .. + 3 (y)
             const u32 words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
             for (int r = 0; r < 4; ++r)
@@ -96,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_sm
             PHASE(MULTIPLY);
 #pragma unroll
             for (int m = 0; m < Tile::TOKENS / 8; m += 2) {
-                // Two token tiles of 8 by 32 channels: lanes 0-7, 8-15 rows of the first, 16-31 of the second.
+                // ldmatrix of two token tiles of 8 x 32 channels: lanes 0-7 and 8-15 address the two chunks of the
+                // first tile's rows, lanes 16-31 those of the second.
                 const int row = m * 8 + (lane & 7) + (lane >> 4 & (Tile::TOKENS > 8)) * 8,
                           chunk = step * 2 + (lane >> 3 & 1);
                 u32 b[4];

@@ -1,15 +1,16 @@
-// gemm_w4a8_sm90: Y = X W^T on Hopper's tensor cores, weights in strips, from a few tokens to thousands.
+// gemm_w4a8_sm90: Y = X W^T, INT8 activations, 4-bit weights in strips, on wgmma, for a few tokens to thousands.
 //
-// The implicit pipeline (LiquidGEMM section 5.1: warp groups dequantise into registers under each other's wgmma) with
-// unsigned weights, tiles whose height is a number of strips, and warp groups along K as well as along the rows.
+// The implicit pipeline (LiquidGEMM section 5.1): one warp group copies stages; the others dequantise into registers,
+// each under the wgmma of another. Unlike there, weights are unsigned, a tile is any number of strips high, and warp
+// groups also divide K among them (WK). Blocks are persistent.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[n, k], exact in int32; y = accumulators *
-//            x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the
-//            accumulators (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of the group. LiquidQuant: o1 = 128 +
-//            min; QoQ: o1 = 128 - zero * s1. wgmma takes w + 128 as u8, and 128 times the token sum leaves at the end;
-//            SIGNED: w as s8 and no token sums are needed. GROUP 0: constants per channel alone, with token sums; the
-//            weight is q4[n, k] - w_zero[n].
-// PDL        loads of the first weights do not wait for the kernel before; activations, scales and results do.
+//            x_scale[m] * w_scale[n] + bias[n], each operation rounded in f32, the result then rounded to the output
+//            type, or the accumulators themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of the group.
+//            LiquidQuant: o1 = 128 + min; QoQ: o1 = 128 - zero * s1. The MMA takes w + 128 as u8, and the epilogue
+//            subtracts 128 times the token sum; SIGNED: it takes w as s8 and needs no token sums. GROUP 0: scales per
+//            channel alone, with token sums; the weight is q4[n, k] - w_zero[n].
+// PDL        loads of the first weights do not wait for the preceding kernel; activations, scales and results do.
 // Guide      notebooks/guide/kernels_gemm.md: strips, tile, ring, schedule, constants
 // Measured   0.92, 0.92, 0.83, 0.78, 0.71, 0.61, 0.72, 0.79, 0.81, 0.70 of the floor on an H200 at M = 1, 4, 16, 32,
 //            64, 128, 256, 512, 2048, 8192; 1.97, 1.92, 1.71, 1.56, 1.51, 1.22, 1.12, 1.16, 1.19, 1.04 times as fast as
@@ -26,18 +27,18 @@
 #include "timeline.cuh"
 
 #ifndef BM
-#define BM 64     // tokens of a tile
-#define WN 2      // warp groups along the rows of W
-#define WK 1      // warp groups along K
-#define MN 1      // MMAs of 64 rows of each
-#define STRIPS 8  // strips of a tile, at most
-#define BK 128
-#define STAGES 4
-#define SPLIT 1    // blocks of a cluster, along K
+#define BM 64      // tokens of a tile
+#define WN 2       // warp groups along the rows of W
+#define WK 1       // warp groups along K
+#define MN 1       // MMAs of 64 rows of each warp group
+#define STRIPS 8   // strips of a tile, at most
+#define BK 128     // channels of a stage
+#define STAGES 4   // slots of the ring
+#define SPLIT 1    // blocks of a cluster, each with a slice of K
 #define GROUP 128  // weights of a level-2 scale; 0: constants per channel alone
 #define OUT 0      // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
 #define ORDER 0    // of X: 0 row-major, 1 swizzled tiles of BM tokens
-#define SIGNED 0   // 1: no token sums, so the MMA is given the weights as they are
+#define SIGNED 0   // 1: the MMA takes s8 weights; no token sums
 #endif
 #ifndef FUSED
 #define FUSED 0  // 1: SiLU of the gate times up; 2: added to Y (output.cuh)
@@ -53,20 +54,21 @@ using Ring = ptxlab::StripRing<Stage, STAGES>;
 using Slot = ptxlab::Slot<STAGES>;
 using TokenConstants = ptxlab::TokenConstants<BM>;
 
-constexpr int kConsumerGroups = WN * WK, kMmaTiles = WN * MN;  // warp groups that multiply; MMAs of 64 rows of a tile
+constexpr int kConsumerGroups = WN * WK, kMmaTiles = WN * MN;  // warp groups that multiply; MMAs along a tile's rows
 constexpr int kThreads = 128 * (kConsumerGroups + 1);
 constexpr int kConsumerRegisters = kConsumerGroups == 1   ? 240
                                    : kConsumerGroups == 2 ? 232
                                    : kConsumerGroups == 3 ? 152
                                                           : 112;
 constexpr int kProducerRegisters = kConsumerGroups == 1 ? 56 : kConsumerGroups <= 3 ? 40 : 24;
-constexpr int kStageBlocks = BK / 128, kStageBlockBytes = kStageBlocks * Stage::BLOCK;  // of a strip
-constexpr int kWarpStrips = (STRIPS + 3) / 4;                                           // that a producer warp copies
-constexpr int kThreadTokens = (BM + 127) / 128;  // whose constants a thread of a warp group loads
+constexpr int kStageBlocks = BK / 128, kStageBlockBytes = kStageBlocks * Stage::BLOCK;  // of a strip in a stage
+constexpr int kWarpStrips = (STRIPS + 3) / 4;    // strips that a producer warp copies, at most
+constexpr int kThreadTokens = (BM + 127) / 128;  // tokens whose constants a consumer thread loads
 static_assert(STRIPS <= kMmaTiles * 4, "a warp has MN strips");
 static_assert(STAGES >= 2 * WK, "a slot is given back while the next stage is worked on");
 using ClusterSums = ptxlab::Epilogue<kMmaTiles, BM, SPLIT>;
 
+// Kernel arguments that producer and consumers read.
 struct Arguments {
     const unsigned char *strips, *w_zero;
     const ptxlab::TensorMap* x;
@@ -76,6 +78,7 @@ struct Arguments {
     int M, N, K;
 };
 
+// Initialise every barrier with its number of arrivals. For one thread.
 __device__ __forceinline__ void init_barriers(const Ring& ring, u64* arrived) {
     for (int s = 0; s < STAGES; ++s) {
         ptxlab::mbarrier_init(&ring.full[s], 4);
@@ -85,9 +88,9 @@ __device__ __forceinline__ void init_barriers(const Ring& ring, u64* arrived) {
     ptxlab::fence_mbarrier_init();
 }
 
-// How Y is cut into tiles, and which stages of K are this block's.
+// How Y is cut into tiles, and which stages of K this block computes.
 struct Schedule {
-    int slice;     // of K: the rank in the cluster
+    int slice;     // of K: the block's rank in its cluster
     int w_blocks;  // of 128 channels
     int num_strips, num_token_tiles, num_row_tiles, num_tiles;
     int tile_tokens;
@@ -101,16 +104,17 @@ struct Schedule {
           first_stage((K + BK - 1) / BK * slice / SPLIT),
           num_stages((K + BK - 1) / BK * (slice + 1) / SPLIT - first_stage), row_tiles(num_strips, num_row_tiles) {}
 
-    // One tile spares a division, which the first copy would wait for.
+    // Share M out evenly over the token tiles. A single tile needs no division, for which the first copy would wait.
     __device__ __forceinline__ int even_share(int M) const {
         return num_token_tiles == 1 ? M : (M + num_token_tiles - 1) / num_token_tiles;
     }
+    // Row tile and token tile of a tile index.
     __device__ __forceinline__ ptxlab::TileCoord coord(int tile_index) const {
         return ptxlab::tile_coord(tile_index, num_token_tiles, num_row_tiles);
     }
 };
 
-// Zeros in the rows of X that no copy writes and wgmma reads.
+// Zero the rows of X from tile_tokens on, in all stages: no copy writes them, but wgmma reads them.
 __device__ __forceinline__ void clear_padding(unsigned char* ring, int tile_tokens) {
     const int padding_chunks = (BM - tile_tokens) * 8;  // of 16 bytes, in 128 channels
     for (int x_tile = threadIdx.x / 32; x_tile < STAGES * kStageBlocks; x_tile += kThreads / 32) {
@@ -121,8 +125,8 @@ __device__ __forceinline__ void clear_padding(unsigned char* ring, int tile_toke
     ptxlab::fence_proxy_async();
 }
 
-// The warp group that loads. One thread of each warp issues the copies of every fourth strip. The last warp, which has
-// the fewest strips, also copies X.
+// Run the producer warp group: one thread of each warp copies every fourth strip. The last warp, which has the fewest
+// strips, also copies X.
 __device__ __forceinline__ void produce(const Arguments& arguments, const Schedule& schedule, const Ring& ring,
                                         Slot& slot TIMELINE_PARAMETER) {
     const bool elected = ptxlab::elect();
@@ -140,7 +144,7 @@ __device__ __forceinline__ void produce(const Arguments& arguments, const Schedu
         token_tile = tile.token_tile;
     };
     const auto load_w = [&](int stage, int slot_index) {
-        // Past the end of K any blocks will do, as X is zero.
+        // Past the end of K any blocks will do, because X is zero there.
         const int valid_blocks = min(kStageBlocks, schedule.w_blocks - stage * kStageBlocks);
         const u32 barrier = full_address + slot_index * 8,
                   bytes = (warp == 3 ? schedule.tile_tokens * BK : 0) + max(0, height + 3) / 4 * kStageBlockBytes;
@@ -174,7 +178,7 @@ __device__ __forceinline__ void produce(const Arguments& arguments, const Schedu
         }
     };
     ptxlab::fewer_registers<kProducerRegisters>();
-    bool has_w = num_stages > 0;
+    bool has_w = num_stages > 0;  // whether the copies of the next stage's weights have been issued
     PHASE(LOAD);
     if (has_w) begin_tile(), load_w(first_stage, 0);  // weights do not wait for the kernel before
     if (elected) ptxlab::launch_dependents();
@@ -197,7 +201,8 @@ __device__ __forceinline__ void produce(const Arguments& arguments, const Schedu
     if (SPLIT > 1) ptxlab::cluster_wait();
 }
 
-// Hands the sums of a warp group along K > 0 over through the ring, which is free, as a block has one tile.
+// Store the sums of a warp group wk > 0 along K in the ring, for warp group wk = 0. The ring is free: with WK > 1 a
+// block has one tile.
 __device__ __forceinline__ void store_partial_sums(const int (&acc)[MN][BM / 2], int4* partial, int wn, int wk) {
 #pragma unroll
     for (int h = 0; h < MN; ++h)
@@ -207,6 +212,7 @@ __device__ __forceinline__ void store_partial_sums(const int (&acc)[MN][BM / 2],
                 make_int4(acc[h][4 * j], acc[h][4 * j + 1], acc[h][4 * j + 2], acc[h][4 * j + 3]);
 }
 
+// Add the sums that the warp groups wk > 0 stored. For warp group wk = 0.
 __device__ __forceinline__ void add_partial_sums(int (&acc)[MN][BM / 2], const int4* partial, int wn) {
 #pragma unroll
     for (int h = 0; h < MN; ++h)
@@ -220,13 +226,13 @@ __device__ __forceinline__ void add_partial_sums(int (&acc)[MN][BM / 2], const i
             }
 }
 
-// Who a consumer thread is: its warp group along the rows and along K; in it thread, warp and lane.
+// A consumer thread's warp group, its index along the rows (wn) and along K (wk); thread, warp and lane in the group.
 struct ConsumerThread {
     int group = threadIdx.x / 128 - 1, wn = group % WN, wk = group / WN;
     int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
 };
 
-// Rows and tokens of a tile; its height in strips.
+// A tile of Y: its first token, its strips strip0 .. end_strip - 1 and their number.
 struct Tile {
     int token0, strip0, end_strip, height;
 
@@ -237,8 +243,8 @@ struct Tile {
     }
 };
 
-// Constants of the lane's rows of W, and where its warp's strips lie in the ring's first slot. A warp without a strip
-// takes the last one again.
+// Load scale, bias and zero point of this lane's rows of W, two for each of MN MMAs, and compute where its warp's
+// strips lie in the ring's first slot. A warp without a strip takes the last one again.
 __device__ __forceinline__ void load_row_constants(float (&w_scale)[MN][2], float (&bias)[MN][2], int (&zero)[MN][2],
                                                    u32 (&strip_address)[MN], const Arguments& arguments,
                                                    const unsigned char* stages, const Tile& tile,
@@ -261,7 +267,8 @@ __device__ __forceinline__ void load_row_constants(float (&w_scale)[MN][2], floa
 
 }  // namespace
 
-// What the kernel before may be writing is not __restrict__: ptxas moves a read-only load ahead of griddepcontrol.wait.
+// Pointers that the preceding kernel may write are not __restrict__: ptxas would move their read-only loads ahead of
+// griddepcontrol.wait.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_sm90(
     const unsigned char* __restrict__ strips,  // u8  [N/16, K/128, 1024 + 32 * 128 / g]
     const float* __restrict__ w_scale,         // f32 [N]
@@ -273,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_sm90(
     const float* __restrict__ bias,  // f32 [N], or null
     void* __restrict__ y,            // [M, N], by OUT; [M, N / 2] if FUSED == 1
     int M, int N, int K) {
-    extern __shared__ __align__(1024) unsigned char stages[];  // then sums of other blocks, buffers, TokenConstants
+    extern __shared__ __align__(1024) unsigned char stages[];  // ring, sums of other blocks, buffers, TokenConstants
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const Ring ring{stages, full, empty};
@@ -292,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_sm90(
         return;
     }
 
-    // The consumer. NOTE as a function of its own, as the producer is, ptxas gives it other registers.
+    // The consumer. NOTE as a function like the producer's, ptxas gives it other registers.
     ptxlab::more_registers<kConsumerRegisters>();
     const ConsumerThread self;
     const int wn = self.wn, wk = self.wk, thread = self.thread, warp = self.warp, lane = self.lane;

@@ -1,15 +1,17 @@
-// gemm_w4a8_small_sm90: Y = X W^T for a few tokens: every SM keeps all of X, and streams whole strips of W past it.
+// gemm_w4a8_small_sm90: Y = X W^T for a few tokens: every SM keeps all of X and streams whole strips of W past it.
 //
-// At up to 16 tokens or so the product costs nothing beside the stream of the weights. So a strip, 16 rows over all of
-// K, lies contiguously in memory and comes in few long copies, and blocks exchange nothing.
+// Up to about 16 tokens the product costs nothing beside streaming the weights. So a strip, 16 rows over all of K, lies
+// contiguously in memory and arrives in few long copies; a block owns whole strips, and blocks exchange nothing. Of a
+// block, ROWS x SLICES warps multiply, one warp copies, one writes results.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[n, k], exact in int32; y = accumulators *
-//            x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the
-//            accumulators (OUT == 3). 1 <= M <= 32, as far as X fits shared memory; N a multiple of 8, K a multiple of
-//            the group. LiquidQuant: o1 = 128 + min; QoQ: o1 = 128 - zero * s1. SIGNED: the MMA takes w as s8 and no
-//            token sums are needed. GROUP 0: constants per channel alone, with token sums; the weight is q4[n, k] -
+//            x_scale[m] * w_scale[n] + bias[n], each operation rounded in f32, the result then rounded to the output
+//            type, or the accumulators themselves (OUT == 3). 1 <= M <= 32, as far as X fits shared memory; N a
+//            multiple of 8, K a multiple of the group. LiquidQuant: o1 = 128 + min; QoQ: o1 = 128 - zero * s1. The MMA
+//            takes w + 128 as u8, and the epilogue subtracts 128 times the token sum; SIGNED: it takes w as s8 and
+//            needs no token sums. GROUP 0: scales per channel alone, with token sums; the weight is q4[n, k] -
 //            w_zero[n]. FUSED 1, 2: as gemm_w4a8_sm90.
-// PDL        loads of the first weights do not wait for the kernel before; activations, scales and results do.
+// PDL        loads of the first weights do not wait for the preceding kernel; activations, scales and results do.
 // Guide      notebooks/guide/kernels_gemm.md: strips, roles of the warps, barriers, constants
 // Measured   0.85, 0.84, 0.74 of the floor on an H200 at M = 1, 4, 16; 1.80, 1.75, 1.43 times as fast as cuBLAS FP8
 //            (means of 7, 7, 2 of LLaMA-2's matrices, on which it is launched; row-major activations).
@@ -30,7 +32,7 @@
 #define GROUP 128   // weights of a level-2 scale; 0: constants per channel alone
 #define OUT 0       // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
 #define ORDER 0     // of X: 0 row-major, 1 fragments
-#define SIGNED 0    // 1: no token sums, so the MMA is given the weights as they are
+#define SIGNED 0    // 1: the MMA takes s8 weights; no token sums
 #define SUM_PAD 4   // int32 between rows of sums in shared memory
 #endif
 #ifndef FUSED
@@ -45,20 +47,22 @@ static_assert(SUM_PAD % 4 == 0);
 static_assert(GROUP != 0 || !SIGNED, "a zero point leaves with the token sum");
 constexpr int kConsumerWarps = ROWS * SLICES, kProducerWarp = kConsumerWarps, kEpilogueWarp = kConsumerWarps + 1;
 constexpr int kThreads = 32 * (kConsumerWarps + 2);
-constexpr int kBlockBytes = ptxlab::STRIP_BLOCK<GROUP>;                     // of 128 channels of a strip
-constexpr int kWBytes = SLICES * kBlockBytes, kXBytes = SLICES * 128 * BM;  // of a strip and a stage; of X and a stage
+constexpr int kBlockBytes = ptxlab::STRIP_BLOCK<GROUP>;                     // bytes of 128 channels of a strip
+constexpr int kWBytes = SLICES * kBlockBytes, kXBytes = SLICES * 128 * BM;  // in a stage: of a strip, of X
 constexpr int kTokenTiles = BM / 8;                                         // MMAs along the tokens
-constexpr int kPitch = ROWS * 16 + SUM_PAD, kSums = BM * kPitch;            // lane 4 g + t is at bank 8 t + g
-// A lane of the epilogue warp makes 8 results of kPartRows rows of a strip at a time. Parts of a strip, parts of all
-// strips, tokens of a lane:
+constexpr int kPitch = ROWS * 16 + SUM_PAD, kSums = BM * kPitch;            // of sums: lane 4 g + t is at bank 8 t + g
+// A lane of the epilogue warp makes 8 results at a time from a part of a strip, kPartRows rows. Parts of a strip, parts
+// of all strips, tokens of a lane:
 constexpr int kPartRows = FUSED == ptxlab::SILU_MUL ? 16 : 8, kStripParts = 16 / kPartRows, kParts = ROWS * kStripParts;
 constexpr int kLaneTokens = (BM * kParts + 31) / 32;
 
-// `full` when the copies of a stage have come, `empty` when its warps have multiplied; of the two tiles of sums `summed`
-// when all warps have added theirs, `cleared` when the epilogue has taken them.
+// Barriers of the ring's slots: `full` completes when the copies of a stage have arrived, `empty` when all warps have
+// multiplied. Barriers of the two tiles of sums: `summed` completes when all warps have added their sums, `cleared`
+// when the epilogue has read and zeroed them.
 struct Barriers {
     u64 *full, *empty, *summed, *cleared;
 
+    // Initialise every barrier with its number of arrivals. For one thread.
     __device__ __forceinline__ void init() const {
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 1);
@@ -72,6 +76,7 @@ struct Barriers {
     }
 };
 
+// Kernel arguments that the roles read.
 struct Arguments {
     const unsigned char* strips;
     const float* w_scale;
@@ -84,7 +89,7 @@ struct Arguments {
     int M, N;
 };
 
-// Strips of this block: every `strip_step`-th, from the first on; and the stages that one is cut into.
+// Strips of this block: every `strip_step`-th from first_strip on. Each is cut into num_stages stages.
 struct Schedule {
     int w_blocks;  // of 128 channels
     int num_stages, num_strips, strip_step, first_strip;
@@ -94,7 +99,7 @@ struct Schedule {
           strip_step(gridDim.x), first_strip(blockIdx.x) {}
 };
 
-// In shared memory: all of X, the ring of W's stages, two tiles of sums [2][BM][kPitch].
+// Layout of shared memory: all of X, the ring of W's stages, two tiles of sums [2][BM][kPitch].
 struct Buffers {
     unsigned char *x, *ring;
     int* sums;
@@ -104,12 +109,13 @@ struct Buffers {
           sums(reinterpret_cast<int*>(ring + STAGES * ROWS * kWBytes)) {}
 };
 
+// d += a b by one m16n8k32 MMA: 16 rows of W, as s8 or u8 (SIGNED), by 8 tokens.
 __device__ __forceinline__ void multiply(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if (SIGNED) ptxlab::mma_s8(d, a[0], a[1], a[2], a[3], b0, b1);
     else ptxlab::mma_u8(d, a[0], a[1], a[2], a[3], b0, b1);
 }
 
-// Operand B of 64 channels and 8 tokens: two registers for each of two MMAs.
+// Load operand B of 64 channels and 8 tokens: two registers for each of two MMAs.
 __device__ __forceinline__ uint4 fragment(const unsigned char* x, int block, int k_unit, int m, int lane) {
     if (ORDER == 1)
         return *reinterpret_cast<const uint4*>(x + ((block * 2 + k_unit) * kTokenTiles + m) * 512 + lane * 16);
@@ -121,7 +127,7 @@ __device__ __forceinline__ uint4 fragment(const unsigned char* x, int block, int
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-// Constants of the rows from n on, of one part of a strip.
+// Load scale, bias and zero point of kPartRows rows of W from row n on, one part of a strip.
 __device__ __forceinline__ void load_row_constants(float (&row_scale)[kPartRows], float (&row_bias)[kPartRows],
                                                    int (&row_zero)[kPartRows], const float* w_scale, const float* bias,
                                                    const unsigned char* w_zero, int n, bool inside) {
@@ -133,7 +139,7 @@ __device__ __forceinline__ void load_row_constants(float (&row_scale)[kPartRows]
     }
 }
 
-// The warp that loads: one thread issues the copies.
+// Run the producer warp: one thread issues the copies.
 __device__ __forceinline__ void produce(const Arguments& arguments, const Schedule& schedule, const Buffers& buffers,
                                         const Barriers& barriers, ptxlab::Slot<STAGES>& slot TIMELINE_PARAMETER) {
     const bool elected = ptxlab::elect();
@@ -170,7 +176,7 @@ __device__ __forceinline__ void produce(const Arguments& arguments, const Schedu
     __syncwarp();
     PHASE(LOAD);
     load_w(schedule.first_strip, 0, 0);   // weights do not wait for the kernel before
-    ptxlab::arrive_threads(0, kThreads);  // without waiting for the others, which fill X up with zeros first
+    ptxlab::arrive_threads(0, kThreads);  // do not wait for the others, which first zero X's padding
     ptxlab::wait_for_predecessors();
     for (int strip0 = schedule.first_strip; strip0 < schedule.num_strips; strip0 += ROWS * schedule.strip_step)
         for (int stage = 0; stage < schedule.num_stages; ++stage, slot.advance()) {
@@ -183,11 +189,11 @@ __device__ __forceinline__ void produce(const Arguments& arguments, const Schedu
             }
             if (strip0 == schedule.first_strip) load_x(stage, slot.index);
         }
-    if (elected) ptxlab::launch_dependents();  // its loads would come between these
+    if (elected) ptxlab::launch_dependents();  // not earlier: its loads would compete with these
 }
 
-// The warps that multiply put zeros into the sums, and into the tokens that fill up row-major X. No copy brings those:
-// rows outside the matrix are slow to come.
+// Zero the sums and, if X is row-major, its rows from M on. No copy brings those, because rows outside the matrix
+// arrive slowly. For the warps that multiply.
 __device__ __forceinline__ void clear_shared_memory(const Arguments& arguments, const Schedule& schedule,
                                                     const Buffers& buffers, int warp) {
     for (int i = threadIdx.x; i < 2 * kSums; i += 32 * kConsumerWarps) buffers.sums[i] = 0;
@@ -197,7 +203,7 @@ __device__ __forceinline__ void clear_shared_memory(const Arguments& arguments, 
             *reinterpret_cast<int4*>(buffers.x + (block * BM + arguments.M) * 128 + i * 16) = make_int4(0, 0, 0, 0);
 }
 
-// The warp that turns sums into results.
+// Run the epilogue warp: turn sums into results, and zero the sums for the next strips.
 __device__ __forceinline__ void write_results(const Arguments& arguments, const Schedule& schedule,
                                               const Buffers& buffers, const Barriers& barriers TIMELINE_PARAMETER) {
     const int lane = threadIdx.x % 32;
@@ -252,7 +258,8 @@ __device__ __forceinline__ void write_results(const Arguments& arguments, const 
 
 }  // namespace
 
-// What the kernel before may be writing is not __restrict__: ptxas moves a read-only load ahead of griddepcontrol.wait.
+// Pointers that the preceding kernel may write are not __restrict__: ptxas would move their read-only loads ahead of
+// griddepcontrol.wait.
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) gemm_w4a8_small_sm90(
     const unsigned char* __restrict__ strips,     // u8  [N/16, K/128, 1024 + 32 * 128 / g]
     const float* __restrict__ w_scale,            // f32 [N]
@@ -283,8 +290,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) gemm_w4a8_small
         return;
     }
 
-    // A warp that multiplies: one of the ROWS strips, one slice of a stage. NOTE as a function of its own, or with
-    // `buffer` ahead of `parity`, ptxas gives it other registers.
+    // A warp that multiplies: one of the ROWS strips, one slice of each stage. NOTE as a function of its own, or with
+    // `buffer` declared before `parity`, ptxas gives it other registers.
     int parity = 0, buffer = 0;  // of the tiles of sums
     const int strip = warp / SLICES, slice = warp % SLICES, g = lane / 4;
     for (int strip0 = schedule.first_strip; strip0 < schedule.num_strips; strip0 += ROWS * schedule.strip_step) {

@@ -1,17 +1,19 @@
-// gemm_w4ax_sm90: Y = X W^T with COMET's numbers on Hopper, whose tensor cores know no INT4.
+// gemm_w4ax_sm90: Y = X W^T in COMET's format (COMET section 4) on Hopper, whose tensor cores have no INT4.
 //
-// The pipeline of gemm_w4a4_sm90. Activations of INT4 blocks are copied packed, and two warps unpack them in shared
-// memory.
+// The pipeline of gemm_w4a4_sm90: one warp group copies and prepares stages, WN warp groups multiply 64 rows of W each
+// and scale their own sums; blocks are persistent. Activations of INT4 blocks are copied packed, and two warps unpack
+// them in shared memory.
 //
 // Contract   y = sum over the blocks of 128 channels, K4 channels of INT4 and then K8 of INT8, of sum_b[m, n] *
 //            (x_scale[m, b] * w_scale[n, b]) + bias, one fma after the other in f32 from 0 on, then rounded to the
-//            output (OUT 0 f16, 1 bf16, 2 f32); the sums are exact in int32. Results equal those of
+//            output (OUT 0 f16, 1 bf16, 2 f32); the integer sums sum_b are exact in int32. Results equal those of
 //            gemm_w4ax_naive_sm80 bit for bit. Any M >= 1, N a multiple of 8, K4 and K8 multiples of 128.
-// Shows      what W4Ax gains without INT4 tensor cores: fewer bytes. Weights stay in the upper half of their bytes, and
-//            so do INT4 activations, so products count 256 times. Unpacking four takes an AND, or a shift and an AND.
-//            It puts even channels before odd ones, and the weights are packed in this order. Both kinds of tiles take
-//            as long on the tensor cores, so there is nothing to balance among SMs.
-// PDL        loads of weights do not wait for the kernel before. Loads of X and its scales do, and so do results.
+// Shows      what W4Ax gains without INT4 tensor cores: fewer bytes. Weights stay in the upper half of their bytes, as
+//            16 w, and so do INT4 activations, so a product counts 256 times. Unpacking four takes an AND, or a shift
+//            and an AND. It puts even channels before odd ones, and the weights are packed in this order. Both kinds of
+//            stages take as long on the tensor cores, so there is nothing to balance among SMs.
+// PDL        loads of weights do not wait for the preceding kernel. Loads of X and its scales do, and so do stores of
+//            results.
 // Guide      notebooks/guide/kernels_gemm.md: operands, tile, schedule, constants
 // Measured   on an H200 at M = 64, 128, 256, 512, 1024: 2.23, 2.50, 2.80, 2.95, 3.01 of gemm_w4a8's time, 1.00, 0.88,
 //            0.71, 0.60, 0.59 times as fast as cuBLAS INT8 (means over LLaMA-2's matrices, groups of 128; commit
@@ -29,32 +31,33 @@
 
 #ifndef BM
 #define BM 64       // tokens of a tile, at most
-#define WN 2        // warp groups of 64 rows of W
-#define TOGETHER 1  // INT4 blocks that a warp group has under wgmma at once
-#define STAGES 6
-#define OUT 0  // y as 0 f16, 1 bf16, 2 f32
+#define WN 2        // warp groups that multiply, 64 rows of W each
+#define TOGETHER 1  // INT4 blocks that a warp group has in wgmma at once
+#define STAGES 6    // slots of the ring
+#define OUT 0       // y as 0 f16, 1 bf16, 2 f32
 #endif
 
 namespace {
 
 using ptxlab::u64;
 using u32 = unsigned;
+// Threads of a block; strips of a tile; threads that unpack X.
 constexpr int kThreads = 128 * (WN + 1), kStrips = 4 * WN, kUnpackers = 64;
-constexpr int kBlockChannels = 128, kBlockBytes = 1024 + 32;  // of a block of a strip
-constexpr int kHalfBytes = BM * 64;                           // of half a stage's channels of X
-// Where they lie in a stage, behind X.
+constexpr int kBlockChannels = 128, kBlockBytes = 1024 + 32;  // a strip's block in a stage
+constexpr int kHalfBytes = BM * 64;                           // 64 of a stage's 128 channels of X
+// Byte offsets in a stage: X in two halves, packed X, its scales, its spread scales, blocks of W.
 constexpr int kPackedOffset = 2 * kHalfBytes, kScalesOffset = 3 * kHalfBytes, kSpreadOffset = kScalesOffset + BM * 16;
 constexpr int kWeightsOffset = kSpreadOffset + ptxlab::SPREAD_BYTES<BM>;
 constexpr int kStageBytes = (kWeightsOffset + kStrips * kBlockBytes + 1023) / 1024 * 1024;
-constexpr bool kUneven = WN > 1;  // whether the warp groups that multiply get registers of the one that loads
+constexpr bool kUneven = WN > 1;  // whether the consumers get registers of the producer
 constexpr int kConsumerRegisters = ptxlab::CONSUMER_REGISTERS[WN], kProducerRegisters = ptxlab::PRODUCER_REGISTERS[WN];
 static_assert(WN <= 4, "CONSUMER_REGISTERS and PRODUCER_REGISTERS have no more");
 static_assert(BM <= 128, "sums and totals have a register each");
 static_assert(STAGES >= TOGETHER, "blocks under wgmma keep their slots");
 
-// Unpacks pairs of s4, 64 bytes for each of `tokens` tokens, to bytes that are 16 times as large: 64 channels in each
-// half of X. Source and destination have the 64-byte swizzle. Of 32 channels the even ones come first. Lanes that would
-// meet in a bank begin with the odd.
+// Unpack pairs of s4, 64 bytes for each of `tokens` tokens, to bytes 16 x: 64 channels in each half of X. Source and
+// destination have the 64-byte swizzle. Of 32 channels the even ones come first. Lanes whose stores would share a bank
+// start with the odd ones.
 __device__ __forceinline__ void unpack(unsigned char* x, int tokens, int thread) {
 #pragma unroll 2
     for (int i = thread; i < tokens * 4; i += kUnpackers) {
@@ -73,20 +76,21 @@ __device__ __forceinline__ void unpack(unsigned char* x, int tokens, int thread)
     }
 }
 
+// Kernel arguments that the producer reads.
 struct Arguments {
     const unsigned char* strips;
     const ptxlab::TensorMap *x, *x_scale;
     int K4;
 };
 
-// The stages in shared memory and their barriers: `full` when the copies have come, `unpacked` when X is bytes and its
-// scales are spread, `empty` when the warp groups have multiplied.
+// The stages in shared memory and a barrier of each kind per slot: `full` completes when the copies have arrived,
+// `unpacked` when X is bytes and its scales are spread, `empty` when all consumers have multiplied.
 struct Ring {
     unsigned char* stages;
     u64 *full, *unpacked, *empty;
 };
 
-// How Y is cut into tiles, and K into stages: of INT4 blocks, then of INT8.
+// How Y is cut into tiles of up to kStrips strips x tile_tokens, and K into stages: INT4 blocks, then INT8 blocks.
 struct Schedule {
     int num_token_tiles, num_strips, num_row_tiles, num_tiles;
     int tile_tokens, blocks4, num_stages;
@@ -98,6 +102,7 @@ struct Schedule {
           num_stages(blocks4 + K8 / kBlockChannels) {}
 };
 
+// Initialise every barrier with its number of arrivals. For one thread.
 __device__ __forceinline__ void init_barriers(const Ring& ring) {
     for (int s = 0; s < STAGES; ++s) {
         ptxlab::mbarrier_init(&ring.full[s], 2);
@@ -107,7 +112,8 @@ __device__ __forceinline__ void init_barriers(const Ring& ring) {
     ptxlab::fence_mbarrier_init();
 }
 
-// Zeros in the rows of X and of its scales that no copy writes, and wgmma and scaling read.
+// Zero the rows of X and of its scales from tile_tokens on, in all stages: no copy writes them, but wgmma and scaling
+// read them.
 __device__ __forceinline__ void clear_padding(unsigned char* stages, int tile_tokens) {
     const int padding_chunks = (BM - tile_tokens) * 9;  // 16 bytes each: of both halves of X, then of scales
     for (int i = threadIdx.x; i < STAGES * padding_chunks; i += kThreads) {
@@ -121,7 +127,8 @@ __device__ __forceinline__ void clear_padding(unsigned char* stages, int tile_to
     ptxlab::fence_proxy_async();
 }
 
-// The warp group that loads: one thread in each of two warps issues copies; two warps unpack X and spread its scales.
+// Run the producer warp group: one thread of warp 0 copies W, one of warp 1 X and its scales; warps 2 and 3 unpack X
+// and spread its scales.
 __device__ __forceinline__ void produce(const Arguments& arguments, const Schedule& schedule, const Ring& ring,
                                         ptxlab::Slot<STAGES>& slot TIMELINE_PARAMETER) {
     const bool elected = ptxlab::elect();
@@ -129,7 +136,7 @@ __device__ __forceinline__ void produce(const Arguments& arguments, const Schedu
     const auto load_w = [&](int row_tile, int stage, unsigned char* stage_slot, u64* barrier) {
         ptxlab::mbarrier_arrive_expect(barrier, kStrips * kBlockBytes);
 #pragma unroll
-        for (int i = 0; i < kStrips; ++i) {  // past N the last one is loaded again
+        for (int i = 0; i < kStrips; ++i) {  // past N the last strip is loaded again
             const int strip = min(row_tile * kStrips + i, schedule.num_strips - 1);
             ptxlab::bulk_load(stage_slot + kWeightsOffset + i * kBlockBytes,
                               arguments.strips + (size_t(strip) * schedule.num_stages + stage) * kBlockBytes,
@@ -164,7 +171,8 @@ __device__ __forceinline__ void produce(const Arguments& arguments, const Schedu
 
 }  // namespace
 
-// What the kernel before may be writing is not __restrict__: ptxas moves a read-only load ahead of griddepcontrol.wait.
+// Pointers that the preceding kernel may write are not __restrict__: ptxas would move their read-only loads ahead of
+// griddepcontrol.wait.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
     const unsigned char* __restrict__ strips,           // u8  [N/16, (K4 + K8) / 128 blocks]
     const __grid_constant__ ptxlab::TensorMap x,        // u8  [M, K4/2 + K8], boxes [tokens of a tile][64] swizzled
@@ -172,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
     const float* __restrict__ bias,                     // f32 [N], or null
     void* __restrict__ y,                               // [M, N], by OUT
     int M, int N, int K4, int K8) {
-    extern __shared__ __align__(1024) unsigned char stages[];  // then a buffer of each warp
+    extern __shared__ __align__(1024) unsigned char stages[];  // the ring, then a transpose buffer of each warp
     __shared__ u64 full[STAGES], unpacked[STAGES], empty[STAGES];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const Arguments arguments{strips, &x, &x_scale, K4};
@@ -195,8 +203,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
     ptxlab::Slot<STAGES> ahead;
     const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     unsigned char* buffer = buffers + (group * 4 + warp) * ptxlab::WARP_BUFFER_BYTES;
-    // Kept in registers, or the compiler works them out in every block: a lane's words of its warp's strip, its row's
-    // scale, and its tokens'.
+    // Shared addresses in the ring's first slot: this lane's words of its warp's strip, its rows' scales, its tokens'
+    // scales. Pinned in registers, or the compiler recomputes them in every block.
     u32 words = ptxlab::shared_address(stages) + kWeightsOffset + (group * 4 + warp) * kBlockBytes + lane * 16;
     u32 row_scales =
         ptxlab::shared_address(stages) + kWeightsOffset + (group * 4 + warp) * kBlockBytes + 1024 + lane / 4 * 4;
@@ -206,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
         float total[BM / 2] = {};
         const auto fetch = [&](u32(&a)[kBlockChannels / 32][4], u32& rows, int) {
             PHASE(WAIT_COPY);
-            // Who unpacked has waited for the copies, so what these wrote is ordered before, too.
+            // The threads that unpacked waited for the copies first, so the copied data is visible, too.
             ptxlab::mbarrier_wait(&unpacked[ahead.index], ahead.parity);
             rows = ptxlab::load_shared_4(row_scales + ahead.index * kStageBytes);
             PHASE(DEQUANTISE);
@@ -232,8 +240,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
                                                                                      finish4 TIMELINE_ARGUMENT);
         ptxlab::scale_groups<1, kBlockChannels / 32, kHalfBytes / 16, BM / 2>(schedule.num_stages - schedule.blocks4,
                                                                               fetch, finish8 TIMELINE_ARGUMENT);
-        // What the epilogue alone needs is worked out here: in the loop registers are scarce.
-        // NOTE gemm_w4a4_sm90 has the same lines. In a shared function ptxas puts the instructions in another order.
+        // Only the epilogue needs these: before the loop they would take registers, which are scarce there. NOTE
+        // gemm_w4a4_sm90 has the same lines. In a shared function ptxas puts the instructions in another order.
         PHASE(EPILOGUE);
         const ptxlab::TileCoord coord = ptxlab::tile_coord(tile, schedule.num_token_tiles, schedule.num_row_tiles);
         const int token0 = coord.token_tile * schedule.tile_tokens,

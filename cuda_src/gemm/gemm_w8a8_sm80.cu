@@ -1,21 +1,22 @@
-// gemm_w8a8_sm80: Y = X W^T, both in INT8, on mma.sync: what an INT8 LM head takes where there is no wgmma.
+// gemm_w8a8_sm80: Y = X W^T in INT8 on mma.sync: the INT8 LM head of GPUs without wgmma.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * w[n, k], exact in int32 for K < 131,072; y = accumulators *
-//            x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the
-//            accumulators themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of 16; padding is
-//            zero-filled on the way in.
+//            x_scale[m] * w_scale[n] + bias[n], each operation rounded in f32, the result then rounded to the output
+//            type, or the accumulators themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of 16. What
+//            lies outside the matrices is loaded as zeros.
 // Shows      the loop of gemm_w4a4_s4_sm80 on bytes: the registers of m16n8k32 hold the same bytes as those of m16n8k64
-//            in INT4, so only the instruction differs.
+//            in INT4, so only the instruction differs. A block has BN rows x BM tokens, a warp 32 rows x BM / WM
+//            tokens.
 // Guide      notebooks/guide/kernels_gemm.md: operands, schedule, constants
 // PTX ISA    9.7.14 mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill.
 #include "rows_sm80.cuh"
 #include "timeline.cuh"
 
 #ifndef BN
-#define BN 128
-#define BM 128
-#define WM 2
-#define STAGES 4
+#define BN 128     // rows of W in a tile
+#define BM 128     // tokens
+#define WM 2       // warps along the tokens
+#define STAGES 4   // slots of the ring
 #define OUT 0      // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
 #define SUM_PAD 4  // numbers between rows of results in shared memory
 #endif
@@ -25,7 +26,7 @@ using Tile = ptxlab::RowsTile<BN, BM, WM>;
 extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w8a8_sm80(
     const unsigned char* __restrict__ w,  // s8  [N, K]
     const float* __restrict__ w_scale,    // f32 [N]
-    const unsigned char* __restrict__ x,  // u8  [M, K/2], likewise
+    const unsigned char* __restrict__ x,  // s8  [M, K], row-major
     const float* __restrict__ x_scale,    // f32 [M]
     const float* __restrict__ bias,       // f32 [N], or null
     void* __restrict__ y,                 // [M, N], by OUT

@@ -1,12 +1,15 @@
 // gemm_w8a8_sm90: Y = X W^T on Hopper's tensor cores, 8-bit weights, both operands from shared memory.
 //
-// The 8-bit sibling of gemm_w4a8_sm90: the same pipeline without its dequantisation, hence what that costs is the
-// difference. One warp group loads, the others multiply; persistent blocks.
+// The pipeline of gemm_w4a8_sm90 with 8-bit weights and hence without dequantisation: what that costs is the difference
+// in time. One warp group copies stages; WN warp groups multiply 64 rows of W each, both operands from shared memory.
+// Blocks are persistent.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * w[n, k], exact in int32; y = accumulators * x_scale[m] * w_scale[n] +
-//            bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3). Any M >= 1,
-//            N a multiple of 8, K a multiple of 16; padding is zero-filled on the way in.
-// PDL        W does not wait for the kernel before, as far as the ring takes it; X, scales of tokens and results do.
+//            bias[n], each operation rounded in f32, the result then rounded to the output type, or the accumulators
+//            themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of 16. What lies outside the matrices
+//            is loaded as zeros.
+// PDL        loads of W do not wait for the preceding kernel, until the ring is full; X, scales of tokens and results
+//            do.
 // Guide      notebooks/guide/kernels_gemm.md: operands, tile, schedule, constants
 // Measured   on an H200 at M = 1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192: 1.08, 1.06, 1.03, 1.01, 1.05, 0.99, 1.10,
 //            1.06, 1.16, 1.10 times as fast as cuBLAS FP8, 1.68, 1.45, 1.39, 1.33, 1.37, 1.67, 1.89, 1.66, 1.63, 1.57
@@ -22,12 +25,12 @@
 #include "wgmma.cuh"
 
 #ifndef BM
-#define BM 128  // tokens of a tile, at most
-#define WN 2    // warp groups of 64 rows of W
-#define BK 128
-#define STAGES 6
-#define SPLIT 1  // blocks of a cluster, along K
-#define OUT 0    // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
+#define BM 128    // tokens of a tile, at most
+#define WN 2      // warp groups that multiply, 64 rows of W each
+#define BK 128    // channels of a stage
+#define STAGES 6  // slots of the ring
+#define SPLIT 1   // blocks of a cluster, each with a slice of K
+#define OUT 0     // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
 #endif
 
 namespace {
@@ -36,20 +39,22 @@ using ptxlab::u64;
 using Slot = ptxlab::Slot<STAGES>;
 using ClusterSums = ptxlab::Epilogue<WN, BM, SPLIT>;
 constexpr int kThreads = 128 * (WN + 1), kTileRows = 64 * WN;
-constexpr int kBoxChannels = 128, kBoxes = BK / kBoxChannels;  // of an operand in a stage
+constexpr int kBoxChannels = 128, kBoxes = BK / kBoxChannels;  // boxes of an operand in a stage
 constexpr int kXBytes = BM * BK, kStageBytes = kXBytes + kTileRows * BK;
-constexpr int kThreadTokens = (BM + 127) / 128;  // whose scales a thread of a warp group loads
+constexpr int kThreadTokens = (BM + 127) / 128;  // tokens whose scales a consumer thread loads
 constexpr bool kUneven = WN > 1;                 // with one warp group there are registers enough for all
 constexpr int kConsumerRegisters = WN <= 2 ? 232 : 152, kProducerRegisters = 40;
 static_assert(WN <= 3, "registers of four warp groups that multiply would have to be shared out otherwise");
 static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
 
-// The stages in shared memory and their barriers: `full` when both copies have come, `empty` when wgmma has read them.
+// The stages in shared memory and a barrier of each kind per slot: `full` completes when both copies have arrived,
+// `empty` when wgmma has read the slot.
 struct Ring {
     unsigned char* stages;
     u64 *full, *empty;
 };
 
+// Initialise every barrier with its number of arrivals. For one thread.
 __device__ __forceinline__ void init_barriers(const Ring& ring, const ClusterSums& sums) {
     for (int s = 0; s < STAGES; ++s) {
         ptxlab::mbarrier_init(&ring.full[s], 2);
@@ -59,14 +64,14 @@ __device__ __forceinline__ void init_barriers(const Ring& ring, const ClusterSum
     ptxlab::fence_mbarrier_init();
 }
 
-// Where a tile begins.
+// First row of W and first token of a tile.
 struct TileOrigin {
     int row, token;
 };
 
-// How Y is cut into tiles, and which stages of K are this block's.
+// How Y is cut into tiles, and which stages of K this block computes.
 struct Schedule {
-    int slice;  // of K: the rank in the cluster
+    int slice;  // of K: the block's rank in its cluster
     int num_token_tiles, num_row_tiles, num_tiles;
     int tile_tokens;
     int first_stage, num_stages;
@@ -84,7 +89,7 @@ struct Schedule {
     }
 };
 
-// Zeros in the rows of X that no copy writes and wgmma reads.
+// Zero the rows of X from tile_tokens on, in all stages: no copy writes them, but wgmma reads them.
 __device__ __forceinline__ void clear_padding(unsigned char* stages, int tile_tokens) {
     const int padding_chunks = (BM - tile_tokens) * 8;  // of 16 bytes, in a box
     for (int i = threadIdx.x; i < STAGES * kBoxes * padding_chunks; i += kThreads) {
@@ -95,13 +100,13 @@ __device__ __forceinline__ void clear_padding(unsigned char* stages, int tile_to
     ptxlab::fence_proxy_async();
 }
 
-// The warp group that loads: one thread in each of two warps issues copies.
+// Run the producer warp group: one thread of warp 0 copies W, one of warp 1 X.
 __device__ __forceinline__ void produce(const ptxlab::TensorMap& w, const ptxlab::TensorMap& x,
                                         const Schedule& schedule, const Ring& ring, Slot& slot TIMELINE_PARAMETER) {
     const bool elected = ptxlab::elect();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    // All stages of an operand, boxes of its `rows` at `offset` in a slot; `axis`: the coordinate of a tile along which
-    // the rows lie. NOTE as a function of its own ptxas gives it other registers.
+    // Copy all stages of an operand for all tiles of this block: boxes of `rows` rows to `offset` in a slot; `axis`
+    // selects the tile's origin along those rows. NOTE as a function of its own ptxas gives it other registers.
     const auto load_operand = [&](const ptxlab::TensorMap& operand, int rows, int box_bytes, int offset,
                                   int TileOrigin::* axis) {
         const int first_stage = schedule.first_stage, num_stages = schedule.num_stages;
@@ -135,11 +140,11 @@ __device__ __forceinline__ void produce(const ptxlab::TensorMap& w, const ptxlab
     if (SPLIT > 1) ptxlab::cluster_wait();
 }
 
-// acc += the products of a warp group's 64 rows over all stages of a tile. A slot is given back when wgmma has read it,
-// while the next stage is worked on.
+// Multiply a warp group's 64 rows over all stages of a tile: acc += products. A slot is released when wgmma has read
+// it, while the next stage is multiplied.
 __device__ __forceinline__ void multiply_stages(int (&acc)[BM / 2], const Ring& ring, Slot& slot, int num_stages,
                                                 int group, int lane TIMELINE_PARAMETER) {
-    int unreleased_slot = -1;  // wgmma may still read it
+    int unreleased_slot = -1;  // the slot that wgmma may still read
     for (int stage = 0; stage < num_stages; ++stage, slot.advance()) {
         const unsigned char* x_slot = ring.stages + slot.index * kStageBytes;
         const u64 x_tile = ptxlab::swizzled_128(x_slot);
@@ -168,7 +173,8 @@ __device__ __forceinline__ void multiply_stages(int (&acc)[BM / 2], const Ring& 
 
 }  // namespace
 
-// What the kernel before may be writing is not __restrict__: ptxas moves a read-only load ahead of griddepcontrol.wait.
+// Pointers that the preceding kernel may write are not __restrict__: ptxas would move their read-only loads ahead of
+// griddepcontrol.wait.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w8a8_sm90(
     const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxes [64 WN][128] swizzled
     const float* __restrict__ w_scale,            // f32 [N]
@@ -177,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w8a8_sm90(
     const float* __restrict__ bias,               // f32 [N], or null
     void* __restrict__ y,                         // [M, N], by OUT
     int M, int N, int K) {
-    extern __shared__ __align__(1024) unsigned char stages[];  // then sums of other blocks, buffers, scales
+    extern __shared__ __align__(1024) unsigned char stages[];  // ring, sums of other blocks, buffers, scales
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const Ring ring{stages, full, empty};
@@ -187,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w8a8_sm90(
     const ClusterSums sums{reinterpret_cast<int4*>(cluster_sums), nullptr, &arrived, schedule.slice};
     unsigned char* buffers = cluster_sums + ClusterSums::RECEIVE_BYTES;
     float* scales =
-        reinterpret_cast<float*>(buffers + WN * 4 * ptxlab::WARP_BUFFER_BYTES);  // [WN][2][BM]: of tiles in turn
+        reinterpret_cast<float*>(buffers + WN * 4 * ptxlab::WARP_BUFFER_BYTES);  // [WN][2][BM]: double-buffered
     if (tile_tokens < BM) clear_padding(stages, tile_tokens);
     if (threadIdx.x == 0) init_barriers(ring, sums);
     __syncthreads();
@@ -232,6 +238,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w8a8_sm90(
         PHASE(EPILOGUE);
         ptxlab::store_fragments<OUT, BM>(acc, scaling, y, buffers, lane, token0, n0, min(M, token0 + tile_tokens), N, N,
                                          [&](int piece) { return ClusterSums::owner(group, piece) == schedule.slice; });
-        if (SPLIT > 1) break;  // its sums are received once
+        if (SPLIT > 1) break;  // a cluster has one tile: sums are received once
     }
 }

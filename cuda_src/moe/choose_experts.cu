@@ -1,13 +1,14 @@
-// choose_experts: a router's logits, the softmax of the best CHOSEN of EXPERTS, without a sort (Mixtral).
+// choose_experts: a router's logits, the best CHOSEN of EXPERTS and their softmax, without a sort (Mixtral).
 //
-// Contract   logit[m, e] = sum over h of x[m, h] router[e, h] in f32; chosen[m] are the CHOSEN largest, the largest
-//            first, of equal ones the lower expert first, a logit that is no number last; share[m] is the softmax over
-//            all experts, divided by its sum over the chosen ones, which is the softmax of the chosen logits. x and
-//            router f16 or bf16 (IN 0, 1). Logits are added in an order that H alone decides, so that a token has the
-//            same bits in any batch and choices are those of `kernels.moe.specs.router_logits`; ex2.approx leaves
-//            shares a relative error of 2^-21, and 2^-22 more per unit of its argument.
-// Shows      EXPERTS x PARTS dot products of 1024 values, a warp each; where a block has as many warps, weights stay
-//            in registers from before the wait for the kernel before, for all of the block's tokens.
+// Contract   logit[m, e] = sum over h of x[m, h] router[e, h] in f32. chosen[m] are the experts of the CHOSEN largest
+//            logits, the largest first; of equal logits the lower expert comes first, a NaN comes last. share[m] is the
+//            softmax over all experts divided by its sum over the chosen ones, which is the softmax of the chosen
+//            logits. x and router f16 or bf16 (IN 0, 1). The order in which a logit is added up depends on H alone, so
+//            a token has the same bits in any batch, and choices are those of `kernels.moe.specs.router_logits`.
+//            ex2.approx leaves shares a relative error of 2^-21, and 2^-22 more per unit of its argument.
+// Shows      per token EXPERTS x PARTS dot products of 1024 values, each computed by one warp. If a block has a warp
+//            for each, the warp loads its weights before griddepcontrol.wait and keeps them in registers for all tokens
+//            of the block.
 // Guide      notebooks/guide/kernels_moe.md: order of the sum, constants
 // PTX ISA    9.7.3 fma, ex2; 9.7.13 vote.sync, redux.sync; 9.7.13.13 griddepcontrol.
 #include "griddep.cuh"
@@ -15,18 +16,19 @@
 #include "quantize_row.cuh"
 
 #ifndef IN
-#define IN 0
-#define EXPERTS 8
-#define CHOSEN 2
-#define PARTS 4
+#define IN 0       // x, router: 0 f16, 1 bf16
+#define EXPERTS 8  // experts of the layer, at most 64
+#define CHOSEN 2   // experts of a token
+#define PARTS 4    // parts of 1024 values of a row: ceil(H / 1024)
 #endif
 
 namespace {
 
+// Dot products of a token; warps of a block; experts whose keys a lane of `choose` holds.
 constexpr int UNITS = EXPERTS * PARTS, WARPS = UNITS < 32 ? UNITS : 32, SETS = (EXPERTS + 31) / 32;
 constexpr float LOG2_E = 1.44269504f;
 
-// 1024 values of a row, 32 of each lane.
+// Part `index` of a row of H values, 1024 values: two chunks of 16 in each lane, zeros past H.
 struct Part {
     ptxlab::Chunk<IN> chunk[2];
 
@@ -38,7 +40,7 @@ struct Part {
         }
     }
 
-    // By a whole warp.
+    // Return the dot product of two parts in every lane. For a whole warp.
     __device__ __forceinline__ float dot(const Part& other) const {
         float sum = 0;
 #pragma unroll
@@ -47,25 +49,28 @@ struct Part {
     }
 };
 
-// Floats in the order of integers, all of them above 1, and 1 for what is no number.
-__device__ __forceinline__ unsigned ordered(float x) {
+// Map a float to an unsigned key of the same order: NaN to 1, all numbers to keys above 1.
+__device__ __forceinline__ unsigned sort_key(float x) {
     const unsigned bits = __float_as_uint(x);
     return x == x ? bits ^ (bits >> 31 ? ~0u : 1u << 31) : 1;
 }
-__device__ __forceinline__ float float_of(unsigned key) { return __uint_as_float(key ^ (key >> 31 ? 1u << 31 : ~0u)); }
+// Invert sort_key.
+__device__ __forceinline__ float key_to_float(unsigned key) {
+    return __uint_as_float(key ^ (key >> 31 ? 1u << 31 : ~0u));
+}
 
-// By a warp, of logits in parts [EXPERTS][PARTS].
+// Add up each logit's parts [EXPERTS][PARTS], then write the CHOSEN best experts and their softmax. For a whole warp.
 __device__ __forceinline__ void choose(const float* parts, int* chosen, float* share) {
     const int lane = threadIdx.x % 32;
-    unsigned key[SETS];  // of experts lane, 32 + lane; 0 where there is none, or none any more
+    unsigned key[SETS];  // of experts lane, 32 + lane; 0: no such expert, or already chosen
 #pragma unroll
     for (int set = 0; set < SETS; ++set) {
         const int expert = set * 32 + lane;
         float logit = 0;
         for (int index = 0; index < PARTS && expert < EXPERTS; ++index) logit += parts[expert * PARTS + index];
-        key[set] = expert < EXPERTS ? ordered(logit) : 0;
+        key[set] = expert < EXPERTS ? sort_key(logit) : 0;
     }
-    float largest = 0, own_logit = 0;  // logits: of all, of the choice that this lane writes
+    float largest = 0, own_logit = 0;  // the largest logit; that of the choice which this lane writes
     int expert = 0;
 #pragma unroll
     for (int choice = 0; choice < CHOSEN; ++choice) {
@@ -81,8 +86,8 @@ __device__ __forceinline__ void choose(const float* parts, int* chosen, float* s
 #pragma unroll
         for (int set = 0; set < SETS; ++set)
             if (set * 32 + lane == best) key[set] = 0;
-        if (choice == 0) largest = float_of(largest_key);
-        if (choice == lane) expert = best, own_logit = float_of(largest_key);
+        if (choice == 0) largest = key_to_float(largest_key);
+        if (choice == lane) expert = best, own_logit = key_to_float(largest_key);
     }
     const float weight = ptxlab::exp2_approx((own_logit - largest) * LOG2_E);
     float total = 0;
@@ -102,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) choose_experts(const ui
                                                                         int* chosen,          // s32 [M, CHOSEN]
                                                                         float* share,         // f32 [M, CHOSEN]
                                                                         int M, int H) {
-    __shared__ float parts[2][UNITS];  // of two tokens in turn, so that one barrier is enough
+    __shared__ float parts[2][UNITS];  // two buffers, for tokens in turn: one barrier a token is enough
     ptxlab::launch_dependents();
     const int warp = threadIdx.x / 32, vectors = H / 8;
     Part router_part(router + warp / PARTS * vectors, warp % PARTS, H);

@@ -1,24 +1,26 @@
-// gather_tokens: INT8 tokens copied to a row for each of their experts, rows in the order of experts, then of tokens.
+// gather_tokens: copy each INT8 token to one row per chosen expert, rows sorted by expert, then by token.
 //
-// Contract   place[m, c] = the number of choices of lower experts + of the same expert by tokens before m; offsets[e] =
-//            the number of choices of experts below e; row place[m, c] of the result is token m: x_q, scale, token_sum.
-//            chosen in 0 .. EXPERTS - 1, a token's all different. K a multiple of 32, 32768 at most.
-// Shows      a sort over all tokens without a barrier of the grid or an atomic: every block counts the choices anew, a
-//            warp per expert, while its first token is on its way. At 512 choices that is 16 loads from the L2 a lane.
+// Contract   place[m, c] = choices of lower experts by all tokens + choices of the same expert by tokens before m.
+//            offsets[e] = choices of experts below e; offsets[EXPERTS] = M CHOSEN. Row place[m, c] of the results is a
+//            copy of token m: x_q, scale, token_sum. chosen in 0 .. EXPERTS - 1, a token's all different. K a multiple
+//            of 32, 32768 at most.
+// Shows      a counting sort over all tokens without a barrier of the grid or an atomic: every block counts all choices
+//            anew, a warp per expert, while the load of its first token is in flight. At 512 choices that is 16 loads
+//            from the L2 per lane.
 // Guide      notebooks/guide/kernels_moe.md: constants
 // PTX ISA    9.7.13 redux.sync; 9.7.13.13 griddepcontrol.
 #include "griddep.cuh"
 
 #ifndef EXPERTS
-#define EXPERTS 8
-#define CHOSEN 2
-#define THREADS 256
-#define VECTORS 1
+#define EXPERTS 8    // experts of the layer
+#define CHOSEN 2     // experts of a token
+#define THREADS 256  // of a block
+#define VECTORS 1    // 16-byte vectors of a row that a thread copies
 #endif
 
 namespace {
 
-// A token's row: VECTORS x 16 bytes of each thread.
+// A token's row in the registers of a block: thread t has the 16-byte vectors t, t + THREADS, ..., VECTORS in all.
 struct Row {
     uint4 v[VECTORS];
 
@@ -47,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_tokens(const uint4*
                                                                     float* row_scale,      // f32 [M CHOSEN]
                                                                     int* row_sum,          // s32 [M CHOSEN]
                                                                     int M, int K) {
-    __shared__ int next[EXPERTS];  // row of an expert that the next token takes
+    __shared__ int next[EXPERTS];  // the next free row of each expert
     ptxlab::launch_dependents();
     const int each = (M + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * each, end = min(begin + each, M);
     const int vectors = K / 16, lane = threadIdx.x % 32;
@@ -56,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_tokens(const uint4*
     Row row;
     if (begin < end) row.load(x_q + size_t(begin) * vectors, vectors);
     for (int expert = threadIdx.x / 32; expert < EXPERTS; expert += THREADS / 32) {
-        int lower = 0, preceding = 0;
+        int lower = 0, preceding = 0;  // choices of lower experts; of this expert by tokens before `begin`
 #pragma unroll 8
         for (int i = lane; i < M * CHOSEN; i += 32) {
             const int chosen_expert = chosen[i];

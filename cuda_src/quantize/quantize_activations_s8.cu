@@ -1,21 +1,23 @@
-// quantize_activations_s8: per-token symmetric INT8 with the token sum, as a GEMM reads it (QServe section 5.1).
+// quantize_activations_s8: quantise activations to symmetric INT8 per token, with token sums (QServe section 5.1).
 //
 // Contract   scale[m] = max_k |x[m, k]| / 127, or 1 where that is no normal f32 (a row of zeros, or of less than
 //            1.5e-36); x_q[m, k] = x[m, k] / scale[m] rounded half to even; token_sum[m] = sum_k x_q[m, k]. Both
-//            divisions are IEEE's: the same bits as `quant.quantize_activations`. A row with a NaN or an infinity gets
-//            a scale that is no number either, so that it shows in whatever is computed from it. x f16, bf16 or f32 (IN
-//            0, 1, 2); K a multiple of 32. x_q by LAYOUT, padded with zeros to whole tiles: 0 row-major; 1 fragment
-//            order [K/64][M/8][512]; 2 swizzled tiles [M/rows][K/128][rows][128], for wgmma.
+//            divisions round as IEEE does: the same bits as `quant.quantize_activations`. A row with a NaN or an
+//            infinity gets a scale that is not finite, which shows in whatever is computed from it. x f16, bf16 or f32
+//            (IN 0, 1, 2); K a multiple of 32. Order of x_q by LAYOUT, padded with zeros to whole tiles: 0 row-major; 1
+//            fragment order [K/64][M/8][512]; 2 swizzled tiles [M/rows][K/128][rows][128], for wgmma.
+// Tile       one block per token, padding tokens too. A thread keeps CHUNKS chunks of 16 values in registers between
+//            the maximum and the rounding; chunks of a row longer than 16 THREADS CHUNKS are read twice.
 // Guide      notebooks/guide/kernels_quantize.md: layouts, tile, constants
 // PTX ISA    9.7.3 fma; 9.7.9 shfl.sync; 9.7.13 redux.sync; 9.7.1 dp4a; 9.7.13.13 griddepcontrol.
 #include "griddep.cuh"
 #include "quantize_row.cuh"
 
 #ifndef IN
-#define IN 0
-#define LAYOUT 0
-#define THREADS 256
-#define CHUNKS 1
+#define IN 0         // x: 0 f16, 1 bf16, 2 f32
+#define LAYOUT 0     // order of x_q: 0 row-major, 1 fragments, 2 swizzled tiles
+#define THREADS 256  // of a block
+#define CHUNKS 1     // of 16 values that a thread keeps in registers
 #endif
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.

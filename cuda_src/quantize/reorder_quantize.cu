@@ -1,28 +1,29 @@
-// reorder_quantize: channels in Atom's order, INT4 in groups and INT8 outliers (Atom section 4.1); or COMET's blocks.
+// reorder_quantize: reorder channels; INT4 in groups and INT8 outliers (Atom section 4.1), or COMET's blocks.
 //
-// Contract   channel k of x goes to place[k]; then the bits of `quant.quantize_atom_activations`: of K INT4 channels a
-//            scale f16 per GROUP (64 or 128), of their largest magnitude times clip, and one of the 0, 64 or 128
-//            outliers behind them. CODE 1: rules of Atom's code, 0: of its paper. x f16, bf16 or f32 (IN 0, 1, 2);
-//            place s16, a permutation; one that is none leaves channels undefined, and writes nowhere else. A group with
-//            a NaN or an infinity, or a scale beyond f16, gets a scale that is no finite number. Results as gemm_w4a4_sm90
-//            reads them (PACKED 0) or gemm_w4a4_atom_sm80 (1). CODE 2: the bits of `quant.quantize_blocks`
-//            (COMET section 3.2), for gemm_w4ax_sm90 (PACKED 2) or _naive_sm80 (1): `outliers` counts channels of whole
-//            INT8 blocks of 128.
-// Shows      places are read ahead of the wait for the kernel before; channels meet in shared memory, so that global
-//            loads and stores are contiguous whatever the order; a row of more than 512 threads is a cluster's.
+// Contract   channel k of x moves to place[k] (s16, a permutation; with any other, some results are undefined and
+//            nothing else is written). CODE 0, 1 (rules of Atom's paper, of its code): the first K places become INT4,
+//            with a scale f16 per GROUP (64 or 128) from the group's largest magnitude times clip; the 0, 64 or 128
+//            `outliers` behind them become INT8 with one scale. The bits are those of
+//            `quant.quantize_atom_activations`, in the layout of gemm_w4a4_sm90 (PACKED 0) or gemm_w4a4_atom_sm80 (1).
+//            CODE 2: the bits of `quant.quantize_blocks` (COMET section 3.2), for gemm_w4ax_sm90 (PACKED 2) or
+//            gemm_w4ax_naive_sm80 (1); `outliers` counts channels of whole INT8 blocks of 128. A group with a NaN or an
+//            infinity, or with a scale beyond f16, gets a scale that is not finite. x f16, bf16 or f32 (IN 0, 1, 2).
+// Shows      places are loaded before the wait for the preceding kernel. Channels change places in shared memory, so
+//            that global loads and stores are contiguous in any order. A thread has 16 channels; a row of more than 512
+//            threads is shared by a cluster (CLUSTER blocks).
 // Guide      notebooks/guide/kernels_quantize.md: the way through shared memory, tile, constants
-// PTX ISA    9.7.3 fma; 9.7.9 shfl.sync, mapa, st.shared::cluster; 9.7.13 redux.sync; 9.7.13.3 barrier.cluster; 9.7.13.13
-//            griddepcontrol.
+// PTX ISA    9.7.3 fma; 9.7.9 shfl.sync, mapa, st.shared::cluster; 9.7.13 redux.sync; 9.7.13.3 barrier.cluster;
+//            9.7.13.13 griddepcontrol.
 #include "griddep.cuh"
 #include "reorder_row.cuh"
 
 #ifndef IN
-#define IN 0
-#define GROUP 128
-#define PACKED 0
-#define CODE 0
-#define THREADS 256
-#define CLUSTER 1
+#define IN 0         // x: 0 f16, 1 bf16, 2 f32
+#define GROUP 128    // INT4 channels of a scale
+#define PACKED 0     // layout of x_q: 0 a byte per channel; 1 two INT4 a byte, INT8 in x8; 2 both in one row
+#define CODE 0       // rules: 0 Atom's paper, 1 its code, 2 COMET
+#define THREADS 256  // of a block
+#define CLUSTER 1    // blocks that share a row
 #endif
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.

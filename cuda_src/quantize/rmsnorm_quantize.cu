@@ -1,13 +1,14 @@
 // rmsnorm_quantize: residual add, RMSNorm and INT8 with the token sum in one pass over a row (QServe Fig. 11).
 //
-// Contract   v = x, or with RESIDUAL v = residual = round(x + residual); y = v gamma / sqrt(mean(v^2) + eps) in f32;
-//            then `quantize_activations_s8` of y, not rounded before. With NORMED y is written too, as IN has it. Every
-//            operation is IEEE's and in an order that the width alone decides: the same bits for a row in any batch,
-//            and the same as `kernels.quantize.rmsnorm.normalize_rows`. A row whose squares add up to no number gets a
-//            scale that is none. x, residual, gamma f16 or bf16 (IN 0, 1); K a multiple of 32, 32768 at most.
-// Shows      a row stays in registers; one exchange for sum and maximum, as max |v gamma| / rms = max |y|; a row of
-//            more than 512 threads is a cluster's (CLUSTER blocks), whose warps send each other words by st.async;
-//            gamma is read ahead of the wait for the kernel before.
+// Contract   v = x, or with RESIDUAL v = residual = round(x + residual); y = v gamma / sqrt(mean(v^2) + eps) in f32,
+//            quantised as by `quantize_activations_s8` without being rounded before. With NORMED y is also written,
+//            rounded to IN. Every operation is IEEE's, in an order that K alone decides: the same bits for a row in any
+//            batch, and the same as `kernels.quantize.rmsnorm.normalize_rows`. A row whose squares add up to infinity
+//            or NaN gets a scale of NaN. x, residual, gamma f16 or bf16 (IN 0, 1); K a multiple of 32, 32768 at most.
+// Shows      a row stays in registers, CHUNKS chunks of 16 values per thread. One exchange between warps brings both
+//            sum and maximum, as max |v gamma| / rms = max |y|. A row of more than 512 threads is shared by a cluster
+//            (CLUSTER blocks), whose warps send each other words by st.async. gamma is loaded before the wait for the
+//            preceding kernel.
 // Guide      notebooks/guide/kernels_quantize.md: the order of the sum, tile, constants
 // PTX ISA    9.7.3 fma; 9.7.9 shfl.sync, mapa, st.async; 9.7.13.3 barrier.cluster; 9.7.13.13 griddepcontrol.
 #include "griddep.cuh"
@@ -15,17 +16,17 @@
 #include "residual.cuh"
 
 #ifndef IN
-#define IN 0
-#define LAYOUT 0
-#define RESIDUAL 0
-#define NORMED 0
-#define THREADS 256
-#define CLUSTER 1
-#define CHUNKS 1  // of a thread; in clusters 1
+#define IN 0         // x, residual, gamma, normed: 0 f16, 1 bf16
+#define LAYOUT 0     // order of x_q, as in quantize_activations_s8
+#define RESIDUAL 0   // 1: add x to the residual first
+#define NORMED 0     // 1: write y, too
+#define THREADS 256  // of a block
+#define CLUSTER 1    // blocks that share a row
+#define CHUNKS 1     // of 16 values of a thread; in clusters 1
 #endif
 
-// No input is __restrict__: ptxas moves read-only loads across griddepcontrol.wait, those of x ahead of it and those of
-// gamma, which no kernel before writes and which are to come early, behind it.
+// No input is __restrict__: ptxas moves read-only loads across griddepcontrol.wait. It would load x too early, ahead of
+// the wait, and gamma, which no preceding kernel writes, too late, behind it.
 extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
     const uint4* x,                       // [M, K], by IN
     uint4* residual,                      // likewise, updated in place; read if RESIDUAL
@@ -42,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
     ptxlab::open<CLUSTER>(statistics, total);
     const ptxlab::Order<LAYOUT> order(K, gridDim.x / CLUSTER, rows);
     const int m = blockIdx.x / CLUSTER, chunk = blockIdx.x % CLUSTER * THREADS + threadIdx.x;
-    bool within[CHUNKS], inside[CHUNKS];
+    bool within[CHUNKS], inside[CHUNKS];  // whether chunk c is in a row; and the row is a token's, not padding
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) within[c] = chunk + c * THREADS < K / 16, inside[c] = within[c] && m < M;
     const size_t row = size_t(m) * (K / 16) * Chunk::VECTORS;
@@ -61,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
         Chunk v = ptxlab::load_chunk<IN>(x + row, chunk_c, inside[c]);
         if (RESIDUAL) {
             v = ptxlab::added(v, ptxlab::load_chunk<IN>(residual + row, chunk_c, inside[c]));
-            __syncwarp();  // what a lane has read is half its neighbour's to overwrite
+            __syncwarp();  // store_chunk: a pair of lanes writes halves of both chunks, so both must have read
             ptxlab::store_chunk(residual + row, chunk_c, inside[c], v);
         }
         square[c] = ptxlab::warp_sum(ptxlab::weigh(y[c], v, weight[c]));

@@ -1,8 +1,9 @@
-// rmsnorm_reorder_quantize: residual add, RMSNorm and `reorder_quantize` in one pass over a row (Atom section 4.3).
+// rmsnorm_reorder_quantize: residual add, RMSNorm and reorder_quantize in one pass over a row (Atom section 4.3).
 //
-// Contract   y as rmsnorm_quantize has it, bit for bit, with the residual updated if RESIDUAL and y written if NORMED;
-//            then `reorder_quantize` of y, not rounded before. x, residual, gamma f16 or bf16 (IN 0, 1).
-// Shows      one barrier: v gamma goes to its place while the squares are added up, and is scaled on the way back.
+// Contract   y of rmsnorm_quantize, bit for bit, with the residual updated if RESIDUAL and y written if NORMED; then
+//            quantised as by `reorder_quantize` without being rounded before. x, residual, gamma f16 or bf16 (IN 0, 1).
+// Shows      one barrier: v gamma is sent to its place in shared memory while the squares are added up, and multiplied
+//            by 1 / rms when it is read back.
 // Guide      notebooks/guide/kernels_quantize.md: the order of the sum, the way through shared memory, constants
 // PTX ISA    as reorder_quantize
 #include "griddep.cuh"
@@ -10,14 +11,14 @@
 #include "residual.cuh"
 
 #ifndef IN
-#define IN 0
-#define GROUP 128
-#define PACKED 0
-#define CODE 0
-#define RESIDUAL 0
-#define NORMED 0
-#define THREADS 256
-#define CLUSTER 1
+#define IN 0         // x, residual, gamma, normed: 0 f16, 1 bf16
+#define GROUP 128    // INT4 channels of a scale
+#define PACKED 0     // layout of x_q, as in reorder_quantize
+#define CODE 0       // rules, as in reorder_quantize
+#define RESIDUAL 0   // 1: add x to the residual first
+#define NORMED 0     // 1: write y, too
+#define THREADS 256  // of a block
+#define CLUSTER 1    // blocks that share a row
 #endif
 
 // No input is __restrict__: ptxas moves read-only loads across griddepcontrol.wait (see rmsnorm_quantize).
@@ -47,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_reorder_quantize(
     Chunk v = ptxlab::load_chunk<IN>(x + row_offset, chunk, inside);
     if (RESIDUAL) {
         v = ptxlab::added(v, ptxlab::load_chunk<IN>(residual + row_offset, chunk, inside));
-        __syncwarp();  // what a lane has read is half its neighbour's to overwrite
+        __syncwarp();  // store_chunk: a pair of lanes writes halves of both chunks, so both must have read
         ptxlab::store_chunk(residual + row_offset, chunk, inside, v);
     }
     ptxlab::Floats y;

@@ -1,12 +1,13 @@
-// silu_mul_quantize: SiLU (or GELU) of the gate times up, and INT8 with the token sum in one pass (QServe Fig. 11).
+// silu_mul_quantize: SiLU (or GELU) of gate, times up, then INT8 with token sums in one pass (QServe Fig. 11).
 //
-// Contract   h[m, k] = act(gate[m, k]) up[m, k] in f32, of gate_up[m, k] and gate_up[m, K + k]; then
-//            `quantize_activations_s8` of h. ACTIVATION 0: g / (1 + exp(-g)); 1: the tanh form of GELU, which is
-//            g / (1 + exp(-2 z)) with z = sqrt(2 / pi) (g + 0.044715 g^3). Relative error of h: 2^-20, and 2^-22 more
-//            per unit of a positive exponent; one above 87 makes h 0. What follows is exact for that h. A row where h
-//            is no number gets a scale that is none. gate_up f16 or bf16 (IN 0, 1); K a multiple of 32, 32768 at most.
-//            The same bits for a row in any batch.
-// Shows      one ex2 and one rcp per element hide behind the loads; a row of more than 512 threads is a cluster's.
+// Contract   h[m, k] = act(gate[m, k]) up[m, k] in f32, where gate[m, k] = gate_up[m, k] and up[m, k] = gate_up[m, K +
+//            k]; then quantised as by `quantize_activations_s8`. ACTIVATION 0: g / (1 + exp(-g)); 1: the tanh form of
+//            GELU, which is g / (1 + exp(-2 z)) with z = sqrt(2 / pi) (g + 0.044715 g^3). Relative error of h: 2^-20,
+//            and 2^-22 more per unit of a positive exponent; an exponent above 87 makes h 0. The quantisation of that h
+//            is exact. A row with an h that is not finite gets a scale that is not finite. gate_up f16 or bf16 (IN 0,
+//            1); K a multiple of 32, 32768 at most. The same bits for a row in any batch.
+// Shows      one ex2 and one rcp per element hide behind the loads. A thread has CHUNKS chunks of 16 values; a row of
+//            more than 512 threads is shared by a cluster.
 // Guide      notebooks/guide/kernels_quantize.md: error, tile, constants
 // PTX ISA    9.7.3 ex2, rcp, fma; 9.7.9 mapa, st.async; 9.7.13.3 barrier.cluster; 9.7.13.13 griddepcontrol.
 #include "gate.cuh"
@@ -14,12 +15,12 @@
 #include "quantize_row.cuh"
 
 #ifndef IN
-#define IN 0
-#define LAYOUT 0
-#define ACTIVATION 0
-#define THREADS 256
-#define CLUSTER 1
-#define CHUNKS 1  // of a thread; in clusters 1
+#define IN 0          // gate_up: 0 f16, 1 bf16
+#define LAYOUT 0      // order of x_q, as in quantize_activations_s8
+#define ACTIVATION 0  // of the gate: 0 SiLU, 1 GELU
+#define THREADS 256   // of a block
+#define CLUSTER 1     // blocks that share a row
+#define CHUNKS 1      // of 16 values of a thread; in clusters 1
 #endif
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.
@@ -42,6 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) silu_mul_quantize(
 
     ptxlab::Floats h[CHUNKS];
     unsigned magnitudes[CHUNKS];
+    // Compute chunk c of h and its largest magnitude in the warp.
     const auto take = [&](int c, int chunk_c, bool inside) {
         const Chunk gate = ptxlab::load_chunk<IN>(row, chunk_c, inside);
         const Chunk up = ptxlab::load_chunk<IN>(row, K / 16 + chunk_c, inside);

@@ -1,9 +1,9 @@
-// silu_mul_reorder_quantize: SiLU (or GELU) of the gate times up, and reorder_quantize in one pass (Atom section 4.3).
+// silu_mul_reorder_quantize: SiLU (or GELU) of gate, times up, then reorder_quantize in one pass (Atom section 4.3).
 //
 // Contract   h = act(gate) * up, with the error that silu_mul_quantize has. Results are those of `reorder_quantize` of
 //            this h, bit for bit. gate_up f16 or bf16 (IN 0, 1).
-// Shows      a cluster shares a row of the FFN: each h goes straight to its place in the shared memory of the block
-//            that quantises it.
+// Shows      a cluster shares a row of the FFN: each h is stored straight to its place in the shared memory of the
+//            block that quantises it.
 // Guide      notebooks/guide/kernels_quantize.md: error, the way through shared memory, constants
 // PTX ISA    as reorder_quantize, and 9.7.3 ex2, rcp
 #include "gate.cuh"
@@ -14,10 +14,10 @@
 #define IN 0          // gate_up: 0 f16, 1 bf16
 #define GROUP 128     // INT4 channels of a scale
 #define PACKED 0      // layout of x_q, as in reorder_quantize
-#define CODE 0        // whose rules, as in reorder_quantize
+#define CODE 0        // rules, as in reorder_quantize
 #define ACTIVATION 0  // of the gate: 0 SiLU, 1 GELU
-#define THREADS 256
-#define CLUSTER 1  // blocks that share a row
+#define THREADS 256   // of a block
+#define CLUSTER 1     // blocks that share a row
 #endif
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.

@@ -1,15 +1,15 @@
-// sum_activations_s8: the token sums that zero points in an epilogue need, for activations that come without them.
+// sum_activations_s8: sum each token's INT8 activations, for epilogues that subtract zero points.
 //
-// Contract   token_sum[m] = sum_k x_q[m, k], x_q s8 [M, K] row-major, K a multiple of 16. An epilogue subtracts
-//            zero point times token sum (QServe section 5.2.2, which sums X before it is quantised; by the sum of the
-//            integers the product is exact).
-// Tile       one block per token, 16 bytes per thread and step, four bytes by one dp4a.
+// Contract   token_sum[m] = sum_k x_q[m, k], x_q s8 [M, K] row-major, K a multiple of 16. For activations that come
+//            without token sums: an epilogue subtracts zero point times token sum (QServe section 5.2.2, which sums X
+//            before it is quantised; with the sum of the integers the product is exact).
+// Tile       one block per token; a thread loads 16 bytes per step and adds four of them by one dp4a.
 // Guide      notebooks/guide/kernels_quantize.md
 // PTX ISA    9.7.1 dp4a; 9.7.13 redux.sync.
 #include "reduce.cuh"
 
 #ifndef THREADS
-#define THREADS 128
+#define THREADS 128  // of a block
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS) sum_activations_s8(const uint4* __restrict__ x_q,  // s8  [M, K]

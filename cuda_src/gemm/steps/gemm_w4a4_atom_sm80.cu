@@ -1,11 +1,11 @@
-// gemm_w4a4_atom_sm80: INT4 in groups with outlier channels in INT8, Atom's whole GEMM (Atom section 4.2, Fig. 8).
+// gemm_w4a4_atom_sm80: Atom's whole GEMM: INT4 in groups, outlier channels in INT8 (Atom section 4.2, Fig. 8).
 //
 // Contract   y = sum over the K / g groups, then the outliers, of sum_i[m, n] * (x_scale[m, i] * w_scale[n, i]) + bias,
-//            one fma after the other in f32 from 0 on, then rounded to the output (OUT 0 f16, 1 bf16, 2 f32); the sums
-//            are exact in int32. Any M >= 1, N a multiple of 8, K a multiple of g (64 or 128); 0, 64 or 128 outliers;
-//            padding is zero-filled on the way in.
-// Shows      fused group dequantisation: every g channels a sum leaves the tensor cores, is converted and scaled, and
-//            goes to an f32 accumulator, which is what a GPU's ratio of tensor to CUDA cores has to afford. HALVES: the
+//            one fma after the other in f32 from 0 on, then rounded to the output (OUT 0 f16, 1 bf16, 2 f32); the
+//            integer sums are exact in int32. Any M >= 1, N a multiple of 8, K a multiple of g (64 or 128); 0, 64 or
+//            128 outliers. What lies outside the matrices is loaded as zeros.
+// Shows      fused group dequantisation: every g channels the integer sums leave the tensor cores, are converted and
+//            scaled, and are added to an f32 total, which costs CUDA cores instructions beside the MMAs. HALVES: the
 //            product of two scales is rounded to f16, as in Atom's code, where small ones become subnormal. Atom's
 //            Fig. 8 adds in FP16; here it is f32, as QServe section 3.2 describes Atom: long sums lose less.
 // Guide      notebooks/guide/kernels_gemm.md: operands, schedule, constants
@@ -14,11 +14,11 @@
 #include "timeline.cuh"
 
 #ifndef BN
-#define BN 128
-#define BM 128
-#define WM 2
-#define STAGES 4
-#define GROUP 128
+#define BN 128     // rows of W in a tile
+#define BM 128     // tokens
+#define WM 2       // warps along the tokens
+#define STAGES 4   // slots of the ring
+#define GROUP 128  // channels of a scale: 64 or 128
 #define HALVES 0   // 1: scales are multiplied in f16, as Atom's code does
 #define OUT 0      // y as 0 f16, 1 bf16, 2 f32
 #define SUM_PAD 4  // numbers between rows of results in shared memory
@@ -27,6 +27,7 @@
 namespace {
 
 using Tile = ptxlab::RowsTile<BN, BM, WM>;
+// Bytes of W and X in a stage; and of their scales, too.
 constexpr int OPERANDS = Tile::W_BYTES + Tile::X_BYTES, STAGE_BYTES = OPERANDS + Tile::SCALE_BYTES;
 static_assert(GROUP == 64 || GROUP == 128, "a stage has one group or two");
 
@@ -75,12 +76,13 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4a4_atom_sm80(
         const unsigned char *slot = ring + stage % STAGES * STAGE_BYTES, *w = slot + tile.w_at(),
                             *x = slot + (Tile::W_BYTES + tile.x_at());
         const unsigned char* scales = slot + OPERANDS;
+        // Scale the sums of the group with an even or odd index into the totals, and zero them.
         const auto add = [&](int odd) { tile.add_group<HALVES>(total, acc, scales, odd); };
         if (stage < stages4) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 tile.multiply_half<true>(acc, w, x, half);
-                if (GROUP == 64) add(half);  // behind the end of K a sum is zero
+                if (GROUP == 64) add(half);  // past the end of K sums are zero
             }
             if (GROUP == 128) add(stage & 1);
         } else {

@@ -1,21 +1,21 @@
-// gemm_w4a4_outlier_sm80: INT4 with a few outlier channels in INT8, in one main loop: mixed (Atom section 4.1).
+// gemm_w4a4_outlier_sm80: mixed precision in one main loop: INT4, then a few INT8 outlier channels (Atom section 4.1).
 //
 // Contract   sum4[m, n] of the K INT4 channels and sum8[m, n] of the outliers behind them are exact in int32; y =
 //            fma(sum8, x_scale[m, 1] * w_scale[n, 1], sum4 * (x_scale[m, 0] * w_scale[n, 0])) + bias[n] in f32, rounded
 //            to the output (OUT 0 f16, 1 bf16, 2 f32). Any M >= 1, N a multiple of 8, K a multiple of 64; 0, 64 or 128
-//            outliers; padding is zero-filled on the way in.
-// Shows      the gain of mixed precision without its price: behind the INT4 channels the same loop goes on with
-//            m16n8k32, whose registers hold the same bytes; a sum leaves the tensor cores twice.
+//            outliers. What lies outside the matrices is loaded as zeros.
+// Shows      the gain of mixed precision without its price: after the INT4 channels the same loop goes on with
+//            m16n8k32, whose registers hold the same bytes; sums leave the tensor cores only twice.
 // Guide      notebooks/guide/kernels_gemm.md: operands, schedule, constants
 // PTX ISA    9.7.14 mma.m16n8k64 (.s4), mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill.
 #include "rows_sm80.cuh"
 #include "timeline.cuh"
 
 #ifndef BN
-#define BN 128
-#define BM 128
-#define WM 2
-#define STAGES 4
+#define BN 128     // rows of W in a tile
+#define BM 128     // tokens
+#define WM 2       // warps along the tokens
+#define STAGES 4   // slots of the ring
 #define OUT 0      // y as 0 f16, 1 bf16, 2 f32
 #define SUM_PAD 4  // numbers between rows of results in shared memory
 #endif
@@ -24,7 +24,7 @@ namespace {
 
 using Tile = ptxlab::RowsTile<BN, BM, WM>;
 constexpr int STAGE_BYTES = Tile::W_BYTES + Tile::X_BYTES;
-constexpr int SCALE_COLUMNS = 8;  // of a row: INT4, outliers, padding
+constexpr int SCALE_COLUMNS = 8;  // scales of a row: INT4, outliers, padding
 
 }  // namespace
 

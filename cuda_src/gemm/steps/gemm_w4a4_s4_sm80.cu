@@ -1,20 +1,21 @@
 // gemm_w4a4_s4_sm80: Y = X W^T, both in INT4, on the INT4 tensor cores: Atom's pure INT4 (Atom section 5.4.2).
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * w[n, k] of s4, exact in int32; y = accumulators * x_scale[m] *
-//            w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators themselves
-//            (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of 32; padding is zero-filled on the way in.
-// Shows      what mma.m16n8k64 is fed: two nibbles a byte as they lie in memory, through ldmatrix; a scale per token and
-//            channel alone, as if a group were all of K. GPUs without INT4 tensor cores (sm_90) run it in software.
+//            w_scale[n] + bias[n], each operation rounded in f32, the result then rounded to the output type, or the
+//            accumulators themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of 32. What lies outside
+//            the matrices is loaded as zeros.
+// Shows      the operands of mma.m16n8k64: two nibbles a byte as they lie in memory, through ldmatrix; one scale per
+//            token and channel, as if a group were all of K. GPUs without INT4 tensor cores (sm_90) run it in software.
 // Guide      notebooks/guide/kernels_gemm.md: operands, schedule, constants
 // PTX ISA    9.7.14 mma.m16n8k64 (.s4), ldmatrix; 9.7.9 cp.async with zero fill.
 #include "rows_sm80.cuh"
 #include "timeline.cuh"
 
 #ifndef BN
-#define BN 128
-#define BM 128
-#define WM 2
-#define STAGES 4
+#define BN 128     // rows of W in a tile
+#define BM 128     // tokens
+#define WM 2       // warps along the tokens
+#define STAGES 4   // slots of the ring
 #define OUT 0      // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
 #define SUM_PAD 4  // numbers between rows of results in shared memory
 #endif

@@ -1,18 +1,19 @@
-// gemm_w4a8_lqq_dynamic_sm90: Y = X W^T on Hopper's tensor cores, LiquidQuant weights, tasks fetched when free.
+// gemm_w4a8_lqq_dynamic_sm90: Y = X W^T on wgmma, LiquidQuant weights, warp groups take tasks when they are free.
 //
-// The implicit fine-grained pipeline as LiquidGEMM section 5.1 has it: one warp group loads and cuts the weights into
-// tasks, of which each of two others takes the next when it is free, dequantises and multiplies it. A task is a stage:
-// 64 rows of W x BK channels. So both groups may have sums of one tile: the first to leave it hands its own over
-// through shared memory, the second adds and stores. The sums are integers, so it does not matter which group has done
-// what. gemm_w4a8_lqq_imfp_sm90 gives each group 64 rows of every stage instead.
+// The implicit fine-grained pipeline as LiquidGEMM section 5.1 has it. One warp group loads and cuts the weights into
+// tasks. A task is one stage: 64 rows of W x BK channels. Each of two other warp groups takes the next task when it is
+// free, dequantises and multiplies it. So both may hold sums of one tile: the first to leave the tile hands its sums
+// over through shared memory, the second adds and stores. The sums are integers, so it does not matter which group
+// computed what. gemm_w4a8_lqq_imfp_sm90 gives each group 64 rows of every stage instead.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + min)[n, k], exact in int32; y = accumulators * x_scale[m]
-//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT ==
-//            3). Groups of 64 or 128. Padding is zero-filled on the way in.
+//            * w_scale[n] + bias[n], each operation rounded in f32, the result then rounded to the output type, or the
+//            accumulators themselves (OUT == 3). Groups of 64 or 128. What lies outside the matrices is loaded as
+//            zeros.
 // Tile       block: 64 rows x BM tokens x BK channels a task; ring of STAGES; W in the dual-MMA layout.
-// Order      A task is taken when its operands are there, and so are those of all tasks before it: the parity of a slot
-//            says which round it is in. A group takes none of the next tile before it has left its tile, so at most one
-//            tile's sums are on their way from one group to the other.
+// Order      A task is taken only when its operands have arrived, and so have those of all tasks before it: the parity
+//            of a slot distinguishes two rounds, no more. A group takes no task of the next tile before it has left its
+//            tile, so at most one tile's sums are on their way from one group to the other.
 // Guide      notebooks/guide/kernels_gemm.md: operands, layout, schedule, constants
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.5
 //            atom.acq_rel; 9.7.19.5 setmaxnreg.
@@ -23,9 +24,9 @@
 #include "wgmma.cuh"
 
 #ifndef BM
-#define BM 64
-#define BK 128
-#define STAGES 6
+#define BM 64            // tokens of a tile
+#define BK 128           // channels of a stage
+#define STAGES 6         // slots of the ring
 #define RESIDENT 1       // blocks per SM
 #define GROUP 128        // channels of a level-2 scale
 #define OUT 0            // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators
@@ -41,15 +42,16 @@ constexpr int kWBlockBytes = GROUP / 64 * 2048 + 128;  // bytes of 64 rows x GRO
 constexpr int kWBytes = BK / GROUP * kWBlockBytes;     // of a stage
 constexpr int kXBytes = BM * BK;
 constexpr int kStageBytes = (kXBytes + kWBytes + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
-constexpr int NOTHING = -1;
+constexpr int NOTHING = -1;                                            // no task, or no tile yet
 constexpr int kConsumerRegisters = RESIDENT == 1   ? 232
                                    : RESIDENT == 2 ? 104
                                                    : 72,
               kProducerRegisters = RESIDENT == 1 ? 40 : 24;
 using Epilogue = ptxlab::Epilogue<2, BM, 1>;
 
-// Takes the task that the counter `next` names and returns it. Returns NOTHING if that is `end`, or of another tile
-// than `tile`, unless `tile` is NOTHING. For one thread.
+// Take the next task: increment the counter `next` and return the old value, once the task's operands have arrived.
+// Return NOTHING if all tasks are taken (`end`), or if the next one belongs to another tile than `tile`, unless that is
+// NOTHING. For one thread.
 __device__ __forceinline__ int fetch(int* next, u64* full, int stages, int tile, int end) {
     for (;;) {
         const int task = ptxlab::load_acquire(next);
@@ -119,10 +121,10 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_dynami
     // A warp group that dequantises and multiplies.
     ptxlab::more_registers<kConsumerRegisters>();
     const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, rows = thread / 32 * 8 + thread % 32 / 4;
-    int4* partial = reinterpret_cast<int4*>(ring + STAGES * kStageBytes);  // [BM / 8][128]: sums from group to group
+    int4* partial = reinterpret_cast<int4*>(ring + STAGES * kStageBytes);  // [BM / 8][128]: sums handed over
     const Epilogue epilogue{nullptr, reinterpret_cast<int*>(partial + BM / 8 * 128), nullptr, 0};
-    // A group's first thread tells the others a value. It has two places in turn, as the value before may still be
-    // read.
+    // Broadcast a value of a group's first thread to the group. Two buffers take turns, as the previous value may still
+    // be read.
     int told_slot = 0;
     const auto tell = [&](int value) {
         told_slot ^= 1;
@@ -132,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_dynami
     };
 
     for (;;) {
-        int tile = NOTHING, done = 0, acc[BM / 2] = {};  // a tile of this block; this group's tasks and sums of it
+        int tile = NOTHING, done = 0, acc[BM / 2] = {};  // of a tile of this block: this group's tasks and sums
         for (;;) {
             PHASE(WAIT_COPY);
             const int task = tell(thread == 0 ? fetch(&next, full, stages, tile, tasks) : 0);
@@ -179,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_dynami
         if (tile == NOTHING) return;
 
         PHASE(REDUCE);
-        if (done < stages) {  // the other group has the rest
+        if (done < stages) {  // the other group did the rest
             const int leaver = tell(thread == 0 ? atomicAdd(&leavers, 1) : 0);
             if (leaver % 2 == 0) {
 #pragma unroll

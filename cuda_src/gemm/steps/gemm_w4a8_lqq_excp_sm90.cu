@@ -1,14 +1,16 @@
-// gemm_w4a8_lqq_excp_sm90: Y = X W^T on Hopper's tensor cores, LiquidQuant weights, three warp groups in a row.
+// gemm_w4a8_lqq_excp_sm90: Y = X W^T on wgmma, LiquidQuant weights, three warp groups in a row.
 //
 // The explicit coarse-grained pipeline (LiquidGEMM section 5.1): one warp group loads, one dequantises into shared
-// memory, one multiplies from there. Dequantisation and multiplication overlap, at the price of a way through shared
-// memory and of waiting for each other stage by stage.
+// memory, one multiplies from there. Dequantisation and multiplication overlap. The price: every weight takes a round
+// trip through shared memory, and the groups wait for each other at every stage.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + min)[n, k], exact in int32; y = accumulators * x_scale[m]
-//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT ==
-//            3). Groups of 64 or 128. Padding is zero-filled on the way in.
-// Tile       block: 64 WN rows x BM tokens x BK = 128 channels; a ring of STAGES as copied, one of TILES dequantised s8
-//            [64 WN][128]. Lane 4 g + t writes 4 bytes of row r at 16-byte column c ^ g, + 4 t: all 32 banks, once.
+//            * w_scale[n] + bias[n], each operation rounded in f32, the result then rounded to the output type, or the
+//            accumulators themselves (OUT == 3). Groups of 64 or 128. What lies outside the matrices is loaded as
+//            zeros.
+// Tile       block: 64 WN rows x BM tokens x BK = 128 channels; a ring of STAGES for the copies, one of TILES for
+//            dequantised s8 [64 WN][128]. Lane 4 g + t stores 4 bytes of row r at 16-byte column c ^ g, + 4 t: all 32
+//            banks, once.
 // Guide      notebooks/guide/kernels_gemm.md: operands, layout, the barriers full, empty, ready, spent, constants
 // Measured   0.48, 0.41, 0.47 of the floor at M = 16, 64, 256 on an H200; 0.85 times as fast as cuBLAS FP8 (means).
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.4
@@ -19,10 +21,10 @@
 #include "wgmma.cuh"
 
 #ifndef BM
-#define WN 2
-#define BM 64
-#define STAGES 4
-#define TILES 2
+#define WN 2             // tiles of 64 rows of a block
+#define BM 64            // tokens of a tile
+#define STAGES 4         // slots of the ring of copies
+#define TILES 2          // slots of the ring of dequantised tiles
 #define CLUSTER 1        // blocks that share a tile, each with a slice of K
 #define RESIDENT 1       // blocks per SM
 #define GROUP 128        // channels of a level-2 scale
@@ -45,7 +47,7 @@ static_assert(STAGES >= 2, "a slot is given back while the next stage is worked 
 constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;  // with one block per SM
 using Epilogue = ptxlab::Epilogue<WN, BM, CLUSTER>;
 
-// The block's tile of Y, and its stages of K.
+// The tile of Y that this block computes, and its stages of K.
 struct Schedule {
     int rank, tile, num_token_tiles, num_row_tiles, w_blocks, token0, row_tile0;
     int k_stages, first_stage, num_stages;
@@ -57,7 +59,7 @@ struct Schedule {
           first_stage(k_stages * rank / CLUSTER), num_stages(k_stages * (rank + 1) / CLUSTER - first_stage) {}
 };
 
-// The thread that loads: it issues the copies of all stages.
+// Issue the copies of all stages. For one thread, the producer.
 __device__ __forceinline__ void load_stages(const unsigned char* blocks, const ptxlab::TensorMap& x,
                                             const Schedule& schedule, unsigned char* ring, u64* full, u64* empty,
                                             ptxlab::Slot<STAGES>& slot TIMELINE_PARAMETER) {
@@ -183,8 +185,8 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
                     ptxlab::wgmma_s8(acc[i], w_tile + i * (64 * 128 / 16) + step * 2, x_tile + step * 2);
             ptxlab::wgmma_commit();
             PHASE(WAIT_MMA, 1);
-            ptxlab::wgmma_wait<1>();                         // the stage before is done with
-            if (unreleased_slot >= 0 && thread % 32 == 0) {  // nobody but wgmma reads them
+            ptxlab::wgmma_wait<1>();                         // the previous stage has been read
+            if (unreleased_slot >= 0 && thread % 32 == 0) {  // only wgmma reads both
                 ptxlab::mbarrier_arrive(&empty[unreleased_slot]);
                 ptxlab::mbarrier_arrive(&spent[unreleased_tile]);
             }

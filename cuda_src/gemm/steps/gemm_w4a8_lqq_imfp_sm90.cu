@@ -1,14 +1,15 @@
-// gemm_w4a8_lqq_imfp_sm90: Y = X W^T on Hopper's tensor cores, LiquidQuant weights, dequantised under wgmma.
+// gemm_w4a8_lqq_imfp_sm90: Y = X W^T on wgmma, LiquidQuant weights, dequantised under another group's wgmma.
 //
 // The implicit fine-grained pipeline (LiquidGEMM section 5.1): one warp group loads, two compute. Each of these two
 // dequantises its own weights into registers and multiplies them, and nothing synchronises the two: while one occupies
-// the tensor cores, the other dequantises. Persistent blocks: the loads of a tile begin under the epilogue of the one
-// before. In LiquidGEMM compute groups fetch their tasks when they are free; here each has 64 rows of every stage, as
-// it keeps their sums in registers and the two have equally much to do.
+// the tensor cores, the other dequantises. Blocks are persistent: the loads of a tile begin under the epilogue of the
+// previous one. In LiquidGEMM compute groups fetch tasks when they are free (gemm_w4a8_lqq_dynamic_sm90); here each has
+// 64 rows of every stage, because it keeps their sums in registers and the two have equally much to do.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + min)[n, k], exact in int32; y = accumulators * x_scale[m]
-//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT ==
-//            3). Any M >= 1, N a multiple of 8, K a multiple of the group; padding is zero-filled on the way in.
+//            * w_scale[n] + bias[n], each operation rounded in f32, the result then rounded to the output type, or the
+//            accumulators themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of the group. What lies
+//            outside the matrices is loaded as zeros.
 // Tile       block: 2 warp groups of 64 rows each x BM tokens x BK channels; ring of STAGES; W in the dual-MMA layout.
 // Guide      notebooks/guide/kernels_gemm.md: operands, layout, schedule, constants
 // Measured   0.65, 0.56, 0.61 of the floor at M = 16, 64, 256 on an H200; 1.19 times as fast as cuBLAS FP8 (means).
@@ -20,9 +21,9 @@
 #include "wgmma.cuh"
 
 #ifndef BM
-#define BM 64
-#define BK 128
-#define STAGES 6
+#define BM 64            // tokens of a tile
+#define BK 128           // channels of a stage
+#define STAGES 6         // slots of the ring
 #define CLUSTER 1        // blocks that share a tile, each with a slice of K
 #define RESIDENT 1       // blocks per SM
 #define GROUP 128        // channels of a level-2 scale
@@ -51,7 +52,7 @@ constexpr int kConsumerRegisters = RESIDENT == 1   ? 232
               kProducerRegisters = RESIDENT == 1 ? 40 : 24;
 using Epilogue = ptxlab::Epilogue<2, BM, CLUSTER>;
 
-// How Y is cut into tiles, and which stages of K are this block's.
+// How Y is cut into tiles, and which stages of K this block computes.
 struct Schedule {
     int rank, num_token_tiles, num_row_tiles;  // rank in the cluster; tiles of BM tokens, of 64 rows
     int w_blocks, num_tiles, k_tiles, k_stages, first_stage, num_stages;
@@ -63,7 +64,7 @@ struct Schedule {
           first_stage(k_stages * rank / CLUSTER), num_stages(k_stages * (rank + 1) / CLUSTER - first_stage) {}
 };
 
-// The thread that loads: it issues the copies of all stages.
+// Issue the copies of all stages. For one thread, the producer.
 __device__ __forceinline__ void load_stages(const unsigned char* blocks, const ptxlab::TensorMap& x,
                                             const Schedule& schedule, unsigned char* ring, u64* full, u64* empty,
                                             ptxlab::Slot<STAGES>& slot TIMELINE_PARAMETER) {
@@ -78,7 +79,7 @@ __device__ __forceinline__ void load_stages(const unsigned char* blocks, const p
             PHASE(LOAD);
             ptxlab::mbarrier_arrive_expect(barrier, kXBytes + 2 * kWBytes);
             for (int i = 0; i < BK / 128; ++i) {
-                const int k_tile = stage * (BK / 128) + i;  // tiles lie one behind the other, along K first
+                const int k_tile = stage * (BK / 128) + i;  // of swizzled tiles, contiguous along K first
                 const int row = k_tile < schedule.k_tiles
                                     ? (tile % schedule.num_token_tiles * schedule.k_tiles + k_tile) * BM
                                     : -BM;
@@ -171,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_s
                     PHASE(WAIT_MMA, 1);
                     ptxlab::wgmma_wait<1>();  // the MMAs of two units ago are over: a[k_unit & 1] may be overwritten
                     ptxlab::pin(words);
-                    // By unit 1 that wait has covered the last MMAs of the stage before.
+                    // In unit 1 that wait covers the last MMAs of the previous stage, so its slot is free.
                     if (k_unit == 1 && unreleased_slot >= 0) ptxlab::mbarrier_arrive(&empty[unreleased_slot]);
                     PHASE(DEQUANTISE);
 #pragma unroll

@@ -1,11 +1,13 @@
-// gemm_w4a8_lqq_sm90: Y = X W^T on Hopper's tensor cores, LiquidQuant weights, one thing after the other.
+// gemm_w4a8_lqq_sm90: Y = X W^T on wgmma, LiquidQuant weights, loads alone overlap with work.
 //
-// The baseline with LiquidQuant for QoQ (LiquidGEMM section 7.3, Fig. 13, "+LQQ"): one multiply-add, one XOR per four
-// weights (LiquidGEMM section 4). Nothing else changes: a warp group waits for a stage, dequantises, multiplies, waits.
+// The baseline, gemm_w4a8_qoq_sm90, with LiquidQuant in place of QoQ (LiquidGEMM section 7.3, Fig. 13, "+LQQ"): one
+// multiply-add and one XOR per four weights (LiquidGEMM section 4). Nothing else changes: a warp group waits for a
+// stage, dequantises, multiplies, waits (serial_sm90.cuh).
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + min)[n, k], exact in int32; y = accumulators * x_scale[m]
-//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT ==
-//            3). Groups of 64 or 128. Padding is zero-filled on the way in.
+//            * w_scale[n] + bias[n], each operation rounded in f32, the result then rounded to the output type, or the
+//            accumulators themselves (OUT == 3). Groups of 64 or 128. What lies outside the matrices is loaded as
+//            zeros.
 // Tile       block: WN warp groups of 64 rows each x BM tokens x BK channels; ring of STAGES; W in the dual-MMA layout.
 // Guide      notebooks/guide/kernels_gemm.md: operands, layout, schedule, constants
 // Measured   0.69, 0.57, 0.58 of the floor at M = 16, 64, 256 on an H200; 1.17 times as fast as cuBLAS FP8 (means).
@@ -15,10 +17,10 @@
 #include "timeline.cuh"
 
 #ifndef BM
-#define WN 2
-#define BM 64
-#define BK 128
-#define STAGES 4
+#define WN 2             // warp groups, 64 rows of W each
+#define BM 64            // tokens of a tile
+#define BK 128           // channels of a stage
+#define STAGES 4         // slots of the ring
 #define CLUSTER 1        // blocks that share a tile, each with a slice of K
 #define GROUP 128        // channels of a level-2 scale
 #define OUT 0            // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators

@@ -1,12 +1,13 @@
-// gemm_w4a8_qoq_sm90: Y = X W^T on Hopper's tensor cores, QoQ weights, one thing after the other.
+// gemm_w4a8_qoq_sm90: Y = X W^T on wgmma, QoQ weights, loads alone overlap with work.
 //
-// The baseline of the ablation (LiquidGEMM section 7.3, Fig. 13): wgmma with the weights from registers, dequantised by
-// multiply and __vadd4 (QServe section 5.2.3), and nothing overlaps but the loads: a warp group waits for a stage,
-// dequantises all of it, multiplies, waits for that, and only then takes the next.
+// The baseline of the ablation (LiquidGEMM section 7.3, Fig. 13): wgmma with weights from registers, dequantised by
+// multiply and __vadd4 (QServe section 5.2.3). Only loads overlap: a warp group waits for a stage, dequantises all of
+// it, multiplies, waits for the MMAs, and only then takes the next stage (serial_sm90.cuh).
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * ((q4 - z) * s1)[n, k], exact in int32; y = accumulators * x_scale[m]
-//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT ==
-//            3). Groups of 64 or 128. Padding is zero-filled on the way in.
+//            * w_scale[n] + bias[n], each operation rounded in f32, the result then rounded to the output type, or the
+//            accumulators themselves (OUT == 3). Groups of 64 or 128. What lies outside the matrices is loaded as
+//            zeros.
 // Tile       block: WN warp groups of 64 rows each x BM tokens x BK channels; ring of STAGES; W in the dual-MMA layout.
 // Guide      notebooks/guide/kernels_gemm.md: operands, layout, schedule, constants
 // Measured   0.60, 0.51, 0.51 of the floor at M = 16, 64, 256 on an H200; 1.03 times as fast as cuBLAS FP8 (means).
@@ -16,10 +17,10 @@
 #include "timeline.cuh"
 
 #ifndef BM
-#define WN 2
-#define BM 64
-#define BK 128
-#define STAGES 4
+#define WN 2             // warp groups, 64 rows of W each
+#define BM 64            // tokens of a tile
+#define BK 128           // channels of a stage
+#define STAGES 4         // slots of the ring
 #define CLUSTER 1        // blocks that share a tile, each with a slice of K
 #define GROUP 128        // channels of a level-2 scale
 #define OUT 0            // y as 0 f16, 1 bf16, 2 f32; 3 the int32 accumulators

@@ -1,29 +1,31 @@
-// gemm_w4ax_inorder_sm80: Y = X W^T, blocks of INT4 and INT8 activations, INT4 weights; few barriers (COMET section 4.4).
+// gemm_w4ax_inorder_sm80: Y = X W^T, INT4 weights, INT4 and INT8 activation blocks; few barriers (COMET section 4.4).
 //
-// Contract   that of gemm_w4ax_naive_sm80, bit for bit, with any number of blocks in the grid: y = sum over the blocks of
-//            128 channels, K4 channels of INT4 and then K8 of INT8, of sum_b[m, n] * (x_scale[m, b] * w_scale[n, b]) +
-//            bias, one fma after the other in f32 from 0 on, then rounded to the output (OUT 0 f16, 1 bf16, 2 f32).
-// Shows      tiles of 128 x 128 x 128 that no thread block owns: tile i of the grid goes to SM i mod the number of SMs, as in
-//            COMET's naive mapping, and nobody waits at the end of a round (COMET section 4.4, Fig. 8c). Sums go to
-//            memory; the block that does the last tile of a part puts the part together. That is all that SMs
-//            synchronise for. INT8 tiles take longer, so the SMs that the grid gives more of them end later.
+// Contract   that of gemm_w4ax_naive_sm80, bit for bit, with any number of blocks in the grid: y = sum over the blocks
+//            of 128 channels, K4 channels of INT4 and then K8 of INT8, of sum_b[m, n] * (x_scale[m, b] * w_scale[n, b])
+//            + bias, one fma after the other in f32 from 0 on, then rounded to the output (OUT 0 f16, 1 bf16, 2 f32).
+// Shows      tiles of 128 x 128 x 128 that are not bound to a thread block: tile i of the grid goes to SM i mod the
+//            number of SMs, as in COMET's naive mapping, and no SM waits at the end of a round (COMET section 4.4,
+//            Fig. 8c). Integer sums go to memory; the block that finishes the last tile of a part of Y scales and adds
+//            up the part's sums. SMs synchronise for nothing else. INT8 tiles take longer, so SMs that the grid gives
+//            more of them end later.
 // Guide      notebooks/guide/kernels_gemm.md: order of tiles, schedule, constants
-// PTX ISA    9.7.14 mma.m16n8k64 (.s4), mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill; 9.7.13.5 atom.acq_rel
+// PTX ISA    9.7.14 mma.m16n8k64 (.s4), mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill; 9.7.13.5
+//            atom.acq_rel
 #include "mixed_tiles.cuh"
 #include "timeline.cuh"
 
 #ifndef BN
-#define BN 128
-#define BM 128
-#define WM 2
-#define STAGES 3
-#define OUT 0  // y as 0 f16, 1 bf16, 2 f32
+#define BN 128    // rows of W in a tile
+#define BM 128    // tokens
+#define WM 2      // warps along the tokens
+#define STAGES 3  // slots of the ring
+#define OUT 0     // y as 0 f16, 1 bf16, 2 f32
 #endif
 
 namespace {
 
 using Tile = ptxlab::RowsTile<BN, BM, WM>;
-constexpr int STAGE_BYTES = Tile::W_BYTES + 2 * Tile::X_BYTES;  // of 128 channels; the second X of INT8 alone
+constexpr int STAGE_BYTES = Tile::W_BYTES + 2 * Tile::X_BYTES;  // bytes of 128 channels; only INT8 uses the second X
 
 }  // namespace
 
@@ -35,23 +37,24 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_inorder_sm80(
     const __half* __restrict__ x_scale,    // f16 [M, (K4 + K8) / 128 in whole eights]
     const float* __restrict__ bias,        // f32 [N], or null
     void* __restrict__ y,                  // [M, N], by OUT
-    unsigned* counted,  // u32 [M, N / 64]: tiles of a part that are done, at its first token and row; 0
+    unsigned* counted,  // u32 [M, N / 64]: tiles of a part that are done, at its first token and row; 0 at first
     int* sums,          // s32 [M, (K4 + K8) / 128, N]
     int M, int N, int K4, int K8) {
     extern __shared__ __align__(128) unsigned char ring[];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
-    const ptxlab::MixedOperands of{w, w_scale, x4, x8, x_scale, M, N, K4, K8};
+    const ptxlab::MixedOperands operands{w, w_scale, x4, x8, x_scale, M, N, K4, K8};
     const int across = (N + BN - 1) / BN, parts = (M + BM - 1) / BM * across;
-    const int blocks = of.blocks(), workers = gridDim.x, me = blockIdx.x;
+    const int blocks = operands.blocks(), workers = gridDim.x, me = blockIdx.x;
     const int count = (parts * blocks - me + workers - 1) / workers;
     const auto y_tile_of = [&](int number) {  // the part of Y that a tile adds to
         const int index = number / blocks;
         return Tile(M, N, index / across * BM, index % across * BN);
     };
+    // Issue the copies of this block's work item i into its slot, as one commit group.
     const auto fetch = [&](int i) {
         if (i < count) {
             const int number = me + i * workers;
-            ptxlab::fetch_mixed(y_tile_of(number), ring + i % STAGES * STAGE_BYTES, of, number % blocks);
+            ptxlab::fetch_mixed(y_tile_of(number), ring + i % STAGES * STAGE_BYTES, operands, number % blocks);
         }
         ptxlab::cp_async_commit();
     };
@@ -67,9 +70,9 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_inorder_sm80(
         PHASE(MULTIPLY);
         const int number = me + i * workers;
         const Tile y_tile = y_tile_of(number);
-        ptxlab::multiply_mixed(y_tile, ring + i % STAGES * STAGE_BYTES, of, number % blocks, sums);
+        ptxlab::multiply_mixed(y_tile, ring + i % STAGES * STAGE_BYTES, operands, number % blocks, sums);
         PHASE(EPILOGUE);
         unsigned* tiles = counted + size_t(y_tile.token0) * ((N + 63) / 64) + y_tile.row0 / 64;
-        if (ptxlab::is_last(tiles, 1, blocks)) ptxlab::put_together<OUT>(y_tile, of, sums, bias, y);
+        if (ptxlab::is_last(tiles, 1, blocks)) ptxlab::put_together<OUT>(y_tile, operands, sums, bias, y);
     }
 }

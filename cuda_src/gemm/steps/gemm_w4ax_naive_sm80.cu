@@ -1,28 +1,28 @@
-// gemm_w4ax_naive_sm80: Y = X W^T, blocks of INT4 and INT8 activations, INT4 weights; tiles (COMET section 4.2).
+// gemm_w4ax_naive_sm80: Y = X W^T, INT4 weights, INT4 and INT8 activation blocks; mixed tiles (COMET section 4.2).
 //
 // Contract   y = sum over the blocks of 128 channels, K4 channels of INT4 and then K8 of INT8, of sum_b[m, n] *
-//            (x_scale[m, b] * w_scale[n, b]) + bias, one fma after the other in f32 from 0 on, then rounded to the output
-//            (OUT 0 f16, 1 bf16, 2 f32); the sums are exact in int32. Any M >= 1, N a multiple of 8, K4 and K8 of 128;
-//            padding is zero-filled on the way in.
-// Shows      tiles of 128 x 128 x 128 of two kinds in the order of the grid: m16n8k64 where both operands are INT4;
-//            m16n8k32 where the activations are INT8, for which the weights become bytes by location switch and zero
-//            extension (COMET section 4.3): an AND, or a shift and an AND, leave 16 w in each. A block works through
-//            all tiles of its part of Y, one after the other, each behind a barrier: so blocks are alike, with nothing
-//            to balance yet. (COMET shares tiles along K out among SMs, and balances that by remapping and decomposition.)
-//            Unlike in COMET, weights stay in registers when they become bytes (COMET section 4.1 stores them
-//            to shared memory), which saves a barrier; the ring has three slots, not two buffers (COMET section 4.2);
-//            and a warp has 32 x 64 of either kind of tile (COMET section 5: 64 x 64, half the warps for INT4), so that
-//            both kinds have the same accumulators.
+//            (x_scale[m, b] * w_scale[n, b]) + bias, one fma after the other in f32 from 0 on, then rounded to the
+//            output (OUT 0 f16, 1 bf16, 2 f32); the integer sums are exact in int32. Any M >= 1, N a multiple of 8, K4
+//            and K8 of 128. What lies outside the matrices is loaded as zeros.
+// Shows      tiles of 128 x 128 x 128 of two kinds in the order of the grid. INT4 activations: m16n8k64. INT8
+//            activations: m16n8k32, for which the weights become bytes by location switch and zero extension (COMET
+//            section 4.3): an AND, or a shift and an AND, leave 16 w in each. A block works through all tiles of its
+//            part of Y, one after the other, each behind a barrier. So blocks are alike and there is nothing to
+//            balance. (COMET shares tiles along K out among SMs, and balances that by remapping and decomposition.)
+//            Unlike in COMET, weights stay in registers when they become bytes (COMET section 4.1 stores them to shared
+//            memory), which saves a barrier; the ring has three slots, not two buffers (COMET section 4.2); and a warp
+//            has 32 x 64 of either kind of tile (COMET section 5: 64 x 64, half the warps for INT4), so that both kinds
+//            have the same accumulators.
 // Guide      notebooks/guide/kernels_gemm.md: operands, schedule, constants
 // PTX ISA    9.7.14 mma.m16n8k64 (.s4), mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill.
 #include "rows_sm80.cuh"
 #include "timeline.cuh"
 
 #ifndef BN
-#define BN 128
-#define BM 128
-#define WM 2
-#define STAGES 3
+#define BN 128     // rows of W in a tile
+#define BM 128     // tokens
+#define WM 2       // warps along the tokens
+#define STAGES 3   // slots of the ring
 #define OUT 0      // y as 0 f16, 1 bf16, 2 f32
 #define SUM_PAD 4  // numbers between rows of results in shared memory
 #endif
@@ -30,7 +30,7 @@
 namespace {
 
 using Tile = ptxlab::RowsTile<BN, BM, WM>;
-constexpr int OPERANDS = Tile::W_BYTES + 2 * Tile::X_BYTES;  // of 128 channels; the second X of INT8 alone
+constexpr int OPERANDS = Tile::W_BYTES + 2 * Tile::X_BYTES;  // bytes of 128 channels; only INT8 uses the second X
 constexpr int STAGE_BYTES = OPERANDS + Tile::SCALE_BYTES;
 
 }  // namespace
@@ -48,6 +48,7 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4ax_naive_sm80(
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const Tile tile(M, N);
     const int blocks4 = K4 / 128, blocks = blocks4 + K8 / 128, columns = (blocks + 7) / 8 * 8;  // scales of a row
+    // Issue the copies of a block of 128 channels and its scales into its slot, as one commit group.
     const auto fetch = [&](int block) {
         unsigned char *slot = ring + block % STAGES * STAGE_BYTES, *xs = slot + Tile::W_BYTES;
         if (block < blocks) {

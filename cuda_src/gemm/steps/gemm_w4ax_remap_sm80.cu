@@ -1,15 +1,17 @@
-// gemm_w4ax_remap_sm80: Y = X W^T, blocks of INT4 and INT8 activations, INT4 weights; tiles remapped (COMET section 4.4).
+// gemm_w4ax_remap_sm80: Y = X W^T, INT4 weights, INT4 and INT8 activation blocks; tiles remapped (COMET section 4.4).
 //
-// Contract   that of gemm_w4ax_naive_sm80, bit for bit, with any number of blocks in the grid: y = sum over the blocks of
-//            128 channels, K4 channels of INT4 and then K8 of INT8, of sum_b[m, n] * (x_scale[m, b] * w_scale[n, b]) +
-//            bias, one fma after the other in f32 from 0 on, then rounded to the output (OUT 0 f16, 1 bf16, 2 f32).
-// Shows      tiles of 128 x 128 x 128 that no thread block owns: those of one part of Y go to different SMs, INT8 tiles
-//            first, each to the SM that is free first, so that INT4 tiles fill up what INT8 tiles leave. RATIO says how
-//            many INT4 tiles an INT8 tile takes; who works on what follows from that alone, without a queue. Sums go to
-//            memory; the block that does the last tile of a part puts the part together. That is all that SMs
-//            synchronise for: there is no barrier between rounds of tiles.
+// Contract   that of gemm_w4ax_naive_sm80, bit for bit, with any number of blocks in the grid: y = sum over the blocks
+//            of 128 channels, K4 channels of INT4 and then K8 of INT8, of sum_b[m, n] * (x_scale[m, b] * w_scale[n, b])
+//            + bias, one fma after the other in f32 from 0 on, then rounded to the output (OUT 0 f16, 1 bf16, 2 f32).
+// Shows      tiles of 128 x 128 x 128 that are not bound to a thread block. Those of one part of Y go to different SMs,
+//            INT8 tiles first, each to the SM that is free first, so that INT4 tiles fill up what INT8 tiles leave.
+//            RATIO says how many INT4 tiles take as long as an INT8 tile; from that alone follows which SM has which
+//            tiles, without a queue. Integer sums go to memory; the block that finishes the last tile of a part of Y
+//            scales and adds up the part's sums. SMs synchronise for nothing else: there is no barrier between rounds
+//            of tiles.
 // Guide      notebooks/guide/kernels_gemm.md: order of tiles, schedule, constants
-// PTX ISA    9.7.14 mma.m16n8k64 (.s4), mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill; 9.7.13.5 atom.acq_rel
+// PTX ISA    9.7.14 mma.m16n8k64 (.s4), mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill; 9.7.13.5
+//            atom.acq_rel
 #include "mixed_tiles.cuh"
 #include "timeline.cuh"
 
@@ -25,7 +27,7 @@
 namespace {
 
 using Tile = ptxlab::RowsTile<BN, BM, WM>;
-constexpr int STAGE_BYTES = Tile::W_BYTES + 2 * Tile::X_BYTES;  // of 128 channels; the second X of INT8 alone
+constexpr int STAGE_BYTES = Tile::W_BYTES + 2 * Tile::X_BYTES;  // bytes of 128 channels; only INT8 uses the second X
 
 }  // namespace
 
@@ -46,9 +48,11 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_remap_sm80(
     const int across = (N + BN - 1) / BN, parts = (M + BM - 1) / BM * across;
     const ptxlab::RemappedTiles<RATIO> block_tiles(parts * (K8 / 128), parts * (K4 / 128));
     const int count = block_tiles.count();
+    // The tile of Y with an index: tiles with the same tokens are neighbours.
     const auto output_tile_at = [&](int part_index) {
         return Tile(M, N, part_index / across * BM, part_index % across * BN);
     };
+    // Issue the copies of this block's work item i into its slot, as one commit group.
     const auto fetch = [&](int i) {
         if (i < count) {
             const ptxlab::MixedTile tile(block_tiles[i], parts, operands);
