@@ -248,7 +248,7 @@ struct HalfQuery {
     static constexpr int kPieces = HEAD_DIM / 16;
     uint4 x[kPieces];
 
-    // Return its address, null beyond the tile's last row.
+    // Return the address of the thread's half row, null beyond the tile's last row.
     __device__ __forceinline__ static const uint4* find(const unsigned short* q, const Tile& tile, int group,
                                                         int first_row, int Hq) {
         const int query_row = first_row + threadIdx.x % kThreads / 2;

@@ -732,8 +732,8 @@ struct Combiner {
         return row;
     }
 
-    // Hand the row over to the block where the unit begins. That block adds the other blocks' parts and stores the
-    // results.
+    // Store a row's results, after the other blocks' parts have been added, if its unit begins in this block; else hand
+    // the row over to the block where the unit begins.
     __device__ __forceinline__ void deliver(Row& row, const WorkItem& item, int column) const {
         const int columns = arguments.columns;
         if (item.blocks == 0) {
