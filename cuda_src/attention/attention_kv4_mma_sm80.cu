@@ -60,15 +60,15 @@ static_assert((COLUMNS == 8 || COLUMNS == 16) && TOKENS == 32 && SUM_PAD % 4 == 
 
 using Scores = float[kTokenTiles][kQueryTiles][4];  // of tokens g (0, 1) and g + 8 (2, 3), queries 2 t, 2 t + 1
 
-// Permutes the bytes of a stage's keys or values.
-__device__ __forceinline__ int swizzled(int byte) { return byte ^ ((byte >> 7 & 3 ^ byte >> 9 & 1) << 5); }
+// Return where a byte of a stage's keys or values lies under the swizzle.
+__device__ __forceinline__ int swizzled_offset(int byte) { return byte ^ ((byte >> 7 & 3 ^ byte >> 9 & 1) << 5); }
 
-// Dim of half b of pair r of a word of keys, and what the pair counts.
+// Return the dim of half b of pair r of a word of keys, and the factor that integers of the pair count: 1, or 16.
 __device__ __forceinline__ constexpr int dim_of(int r, int b) { return r / 2 * 4 + r % 2 + 2 * b; }
 __device__ __forceinline__ constexpr float count_of(int r) { return r < 2 ? 1 : 16; }
 
-// Where a lane's elements of fragments are: lane 4 g + t. Passed on by value, since a role that read `threadIdx` itself
-// would do so in every slice.
+// Position of a lane in fragments: lane 4 g + t. Passed on by value, since a role that read `threadIdx` itself would do
+// so in every slice.
 struct Lane {
     int g, t;
 };
@@ -121,8 +121,8 @@ struct WarpSums {
     __device__ __forceinline__ float4* stat(int warp, int column) const { return stats + warp * columns + column; }
 };
 
-// Deals the slices of the block's segments to its warps as if they were of one: as a warp multiplies them, and, as many
-// slices ahead as it has stages, as it asks for them.
+// Deals the slices of the block's segments to its warps as if they were of one segment. A warp has two: one for the
+// slices that it multiplies, one, some stages ahead, for those that it copies.
 struct Scheduler {
     Segments segment;
     int slice, slices;  // of this segment: the warp's next one, and all
@@ -147,7 +147,7 @@ struct Scheduler {
     }
 };
 
-// Asks for a warp's slices. The entry of the block table is loaded one slice before it is needed.
+// Copies a warp's slices. The entry of the block table is loaded one slice before it is needed.
 struct PageProducer {
     Scheduler scheduler;
     const unsigned char *pool, *head_pages;
@@ -172,13 +172,13 @@ struct PageProducer {
             enter();
         }
         if (!scheduler.segment.has_segment()) return;
-        // instead of one that there is not, the last
+        // a page that does not exist is replaced by the last one
         const int last_page = (scheduler.segment.length - 1) / PAGE,
                   page = scheduler.position() / PAGE + threadIdx.x % kPages;
         entry = table[size_t(scheduler.segment.sequence) * P + min(page, last_page)];
     }
 
-    // Asks for the next slice, if there is one; a group of copies in either case.
+    // Start to copy the next slice, if there is one; commit a group of copies in either case.
     __device__ __forceinline__ void fetch(unsigned char* stage) {
         if (scheduler.segment.has_segment()) {
             copy(stage);
@@ -199,7 +199,7 @@ struct PageProducer {
             for (int i = 0; i < kRows / 512; ++i) {
                 const int j = i * 512 / Page::kRowBytes / PAGE, byte = i * 512 + lane * 16;
                 ptxlab::cp_async_16(
-                    stage + half * kRows + swizzled(byte),
+                    stage + half * kRows + swizzled_offset(byte),
                     page[j] + half * pitch + offset * Page::kRowBytes + byte - j * PAGE * Page::kRowBytes, true);
             }
         if (!CHANNEL && lane < TOKENS / 2) {
@@ -228,7 +228,7 @@ struct Columns {
     }
 };
 
-// Queries as operand B: of query g the dims of the words that the lane has of keys.
+// Queries as operand B: a lane has of query g the dims of its words of keys.
 struct Query {
     u32 words[kQueryTiles][kKeyWords][Page::kPairs];
     float factor[kQueryTiles][2], column_sum[kQueryTiles][2];
@@ -246,7 +246,7 @@ struct Query {
         return (w / 2 * 8 + 2 * lane.t + w % 2) * Page::kPerWord;
     }
 
-    // By channel times the keys' scales; rotated if keys are.
+    // Load a lane's dims of a query, times the keys' scales if these are per channel, and rotate them if keys are.
     __device__ __forceinline__ static void load(float (&x)[kKeyWords][Page::kPerWord], const Columns& columns, int n,
                                                 Lane lane) {
         const bool inside = n * 8 + lane.g < columns.count;
@@ -267,7 +267,7 @@ struct Query {
         if constexpr (ROTATED) ptxlab::rotate_query<2 * Page::kPerWord, 4>(x, lane.t);
     }
 
-    // Rounds to FP16 relative to a power of two, so that the largest reaches the top of its range.
+    // Round to FP16 relative to a power of two, so that the largest reaches the top of its range.
     __device__ __forceinline__ void quantise(const float (&x)[kKeyWords][Page::kPerWord], const Columns& columns, int n,
                                              Lane lane) {
         const float* zeros = columns.arguments.k_zero + columns.head * HEAD_DIM;
@@ -303,7 +303,8 @@ struct Query {
     }
 };
 
-// Constants of tokens g and g + 8 of each MMA tile: of the keys, and of the values' scales.
+// Constants of tokens g and g + 8 of each MMA tile: scale and zero point of the keys, logarithm and inverse of the
+// values' scales.
 struct TokenConstants {
     float key_scale[kTokenTiles][2], key_zero[kTokenTiles][2];
     float value_log[kTokenTiles][2], value_inverse[kTokenTiles][2];
@@ -325,7 +326,7 @@ struct TokenConstants {
     }
 };
 
-// S = K Q^T of a slice, from the zero points' part on.
+// Compute S = K Q^T of a slice; sums begin with the zero points' part.
 __device__ __forceinline__ void multiply_keys(Scores& s, const unsigned char* keys, const Query& query,
                                               const TokenConstants& constants, Lane lane) {
 #pragma unroll
@@ -339,8 +340,8 @@ __device__ __forceinline__ void multiply_keys(Scores& s, const unsigned char* ke
 #pragma unroll
         for (int j = 0; j < kKeyWords / 2; ++j) {
             const int row = (i * 16 + lane.g) * Page::kRowBytes + j * 32 + lane.t * 8;
-            const uint2 upper = *reinterpret_cast<const uint2*>(keys + swizzled(row));
-            const uint2 lower = *reinterpret_cast<const uint2*>(keys + swizzled(row + 8 * Page::kRowBytes));
+            const uint2 upper = *reinterpret_cast<const uint2*>(keys + swizzled_offset(row));
+            const uint2 lower = *reinterpret_cast<const uint2*>(keys + swizzled_offset(row + 8 * Page::kRowBytes));
 #pragma unroll
             for (int w = 0; w < 2; ++w) {
                 u32 a[Page::kPairs], b[Page::kPairs];
@@ -357,7 +358,7 @@ __device__ __forceinline__ void multiply_keys(Scores& s, const unsigned char* ke
         }
 }
 
-// Scores in base 2, with the logarithm of the value's scale added.
+// Scale products to scores in base 2, and add the logarithm of the value's scale.
 __device__ __forceinline__ void scale_scores(Scores& s, const Query& query, const TokenConstants& constants) {
 #pragma unroll
     for (int i = 0; i < kTokenTiles; ++i)
@@ -369,7 +370,7 @@ __device__ __forceinline__ void scale_scores(Scores& s, const Query& query, cons
                              constants.value_log[i][e / 2];
 }
 
-// Zero points of the values of a lane's two tokens of eight.
+// Load the zero points of the values of a lane's two tokens of eight.
 __device__ __forceinline__ u32 value_zeros(const Stage& stage, int first_token, int tokens, Lane lane) {
     const int token = first_token + 2 * lane.t;
     u32 even = stage.constants()[TOKENS + token], odd = stage.constants()[TOKENS + token + 1];
@@ -378,17 +379,17 @@ __device__ __forceinline__ u32 value_zeros(const Stage& stage, int first_token, 
     return __byte_perm(even, odd, 0x7632);
 }
 
-// Words of the values of tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9, from word `j` of a lane's row on.
+// Load words of the values of tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9, from word `j` of a lane's row on.
 __device__ __forceinline__ void load_values(u32 (&words)[4][kVectorWords], const unsigned char* values, int first_token,
                                             int j, Lane lane) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         const int row = (first_token + k / 2 * 8 + 2 * lane.t + k % 2) * Page::kRowBytes;
-        ptxlab::load_words(words[k], values + swizzled(row + j * 32 + lane.g * kVectorWords * 4));
+        ptxlab::load_words(words[k], values + swizzled_offset(row + j * 32 + lane.g * kVectorWords * 4));
     }
 }
 
-// O^T += V^T P^T of 16 tokens.
+// O^T += V^T P^T for 16 tokens.
 __device__ __forceinline__ void multiply_values(float (&o)[kDimTiles][kQueryTiles][4], const unsigned char* values,
                                                 const u32 (&p)[kQueryTiles][2], int first_token, Lane lane) {
 #pragma unroll
@@ -413,7 +414,7 @@ __device__ __forceinline__ void multiply_values(float (&o)[kDimTiles][kQueryTile
     }
 }
 
-// What a warp has summed up of a segment: its lane's columns. The accumulators come first: the order of the members
+// Softmax of a segment: a warp's sums, of its lane's columns. The accumulators come first: the order of the members
 // decides how registers are allocated, and behind others the accumulators are cleared twice.
 struct Softmax {
     float zeros[kQueryTiles][4] = {}, o[kDimTiles][kQueryTiles][4] = {};
@@ -430,6 +431,7 @@ struct Softmax {
             }
     }
 
+    // Set scores of tokens that a column does not see to -infinity.
     __device__ __forceinline__ void mask(Scores& s, int position, int window, Lane lane) const {
 #pragma unroll
         for (int i = 0; i < kTokenTiles; ++i)
@@ -442,7 +444,7 @@ struct Softmax {
                 }
     }
 
-    // Raises the columns' largest scores to those of a slice, and scales the sums down to them.
+    // Raise the columns' largest scores to those of a slice, and scale the sums down to them.
     __device__ __forceinline__ void raise(const Scores& s) {
         bool raised = false;
         float rescale[kQueryTiles][2];
@@ -471,7 +473,7 @@ struct Softmax {
             }
     }
 
-    // Weights of eight tokens, as operand B.
+    // Compute the weights of eight tokens as operand B, and add them to the sums.
     __device__ __forceinline__ void weigh(u32 (&p)[kQueryTiles][2], const Scores& s, const TokenConstants& constants,
                                           int i, int h) {
         const float inverse = constants.value_inverse[i][h];
@@ -484,7 +486,7 @@ struct Softmax {
         }
     }
 
-    // Adds a slice's values: of each 16 tokens the weights, times zero points, times rows.
+    // Add a slice's values: of each 16 tokens the weights, times zero points, times rows.
     __device__ __forceinline__ void add_values(const Scores& s, const Stage& stage, const TokenConstants& constants,
                                                int tokens, Lane lane) {
 #pragma unroll
@@ -502,8 +504,8 @@ struct Softmax {
         }
     }
 
-    // Writes the warp's sums: tile kPairs w + r + k has dims 4 .. of the lane's word w: 2 k + (0, 1) + 4 (r > 0), of
-    // row g and g + 8.
+    // Write the warp's sums to shared memory: tile kPairs w + r + k has dims 4 .. of the lane's word w: 2 k + (0, 1) +
+    // 4 (r > 0), of row g and g + 8.
     __device__ __forceinline__ void store(const WarpSums& warp_sums, int columns, int warp, Lane lane) {
 #pragma unroll
         for (int n = 0; n < kQueryTiles; ++n)
@@ -530,7 +532,8 @@ struct Softmax {
     }
 };
 
-// A warp puts a column's sums together: to the result, or to the workspace where the unit is in several blocks.
+// Combine the warps' sums of a column, by one warp: into the result, or into a part in the workspace where the unit is
+// in several blocks.
 __device__ __forceinline__ void combine(const WarpSums& warp_sums, const Segments& segment, const Columns& columns,
                                         int column) {
     const Arguments& arguments = columns.arguments;

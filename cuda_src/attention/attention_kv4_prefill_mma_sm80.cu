@@ -69,24 +69,24 @@ struct Pages {
     int Hkv, P;
     int entry = 0;  // of the block that is copied next: lane i has the number of its page i % kPages
 
-    // Tokens of a sequence that lie in the cache.
+    // Return how many tokens of the tile's sequence lie in the cache.
     __device__ __forceinline__ static int cached(const Tile& tile) { return OWN ? tile.old() : tile.context; }
 
-    // What the block lacks is the sequence's last page again.
+    // Look up the pages of a block of keys; those that it lacks are the sequence's last page again.
     __device__ __forceinline__ void find(const Tile& tile, int block) {
         const int page = block * KEYS / PAGE + threadIdx.x % kPages, last = (cached(tile) - 1) / PAGE;
         entry = table[size_t(tile.sequence) * P + min(page, last)];
     }
 
-    // Asks for a block's keys (of 0) or values (1), if any lie in the cache.
-    __device__ __forceinline__ void copy(unsigned char* stage, int of, const Tile& tile, int block) const {
-        if (!OWN || block * KEYS < cached(tile)) copy_tokens(stage, of, tile.head, block);
+    // Start to copy a block's keys (`kv` 0) or values (1), if any lie in the cache.
+    __device__ __forceinline__ void copy(unsigned char* stage, int kv, const Tile& tile, int block) const {
+        if (!OWN || block * KEYS < cached(tile)) copy_tokens(stage, kv, tile.head, block);
         ptxlab::cp_async_commit();
     }
 
-    __device__ __forceinline__ void copy_tokens(unsigned char* stage, int of, int head, int block) const {
+    __device__ __forceinline__ void copy_tokens(unsigned char* stage, int kv, int head, int block) const {
         const int slot = block * KEYS % PAGE;
-        const size_t offset = (size_t(of) * Hkv + head) * kPageBytes, pitch = size_t(Hkv) * (2 * kPageBytes);
+        const size_t offset = (size_t(kv) * Hkv + head) * kPageBytes, pitch = size_t(Hkv) * (2 * kPageBytes);
         const unsigned char* of_head = pool + offset;
 #pragma unroll
         for (int i = 0; i < kChunks; i += kThreads) {
@@ -103,9 +103,9 @@ struct Pages {
     }
 };
 
-// Restores a block's keys or values, whose first `tokens` are there: f16 [KEYS][D]. The eight elements of a word stay in
-// the order in which they come out, (0, 2, 1, 3, 4, 6, 5, 7): queries have the same, and results are put in order when
-// they are stored. With OWN the others are left alone.
+// Restore a block's keys or values to f16 [KEYS][D]: the first `tokens` are there, the others become zeros, or with OWN
+// are left alone. The eight elements of a word stay in the order in which they come out, (0, 2, 1, 3, 4, 6, 5, 7):
+// queries have the same, and results are put in order when they are stored.
 __device__ __forceinline__ void restore(unsigned char* block, const unsigned char* stage, int tokens) {
     constexpr int kPairs = kTokenChunks / 2, kShare = kChunks / kThreads;
     const int token = threadIdx.x / 2 % KEYS, share = threadIdx.x / (2 * KEYS) * kShare;
@@ -122,7 +122,7 @@ __device__ __forceinline__ void restore(unsigned char* block, const unsigned cha
     }
 }
 
-// The same of a block of which own tokens may be given beside the cache.
+// Restore a block whose first `tokens` are there, from the cache and, with OWN, from the own tokens given beside it.
 template <typename Own>
 __device__ __forceinline__ void restore(unsigned char* block, const unsigned char* stage, const Own& own_tokens,
                                         const Tile& tile, int tokens) {
@@ -133,15 +133,17 @@ __device__ __forceinline__ void restore(unsigned char* block, const unsigned cha
     } else restore(block, stage, tokens);
 }
 
-// The address of piece 2 k + `half` of a lane's row: the XOR of the swizzle is that of piece `half`, moved by k.
+// Return the address of 16-byte piece 2 k + `half` of a lane's row: the XOR of the swizzle is that of piece `half`,
+// moved by k.
 template <int ROWS>
 __device__ __forceinline__ const unsigned char* piece_pair(const unsigned char* rows, int row, int half, int k) {
     return rows + k / 4 * (ROWS * 128) + (ptxlab::swizzled_piece<ROWS>(row, half) ^ k % 4 * 32);
 }
 
+// View four accumulators from d on as those of one MMA.
 __device__ __forceinline__ float (&tile_of(float* d))[4] { return *reinterpret_cast<float (*)[4]>(d); }
 
-// s[8 n ..] of 16 rows and 16 keys: queries as operand A, keys, by rows, as operand B.
+// Compute the scores of 16 rows, in s[8 n ..] those of 16 keys: queries as operand A, keys, by rows, as operand B.
 __device__ __forceinline__ void multiply_keys(float (&s)[KEYS / 2], const unsigned char* queries,
                                               const unsigned char* keys, int first_row) {
     const int lane = threadIdx.x % 32, row = first_row + lane % 16, key = lane / 16 * 8 + lane % 8;
@@ -160,7 +162,8 @@ __device__ __forceinline__ void multiply_keys(float (&s)[KEYS / 2], const unsign
     }
 }
 
-// o[8 n ..] of 16 rows and 16 elements: weights as operand A, values, by columns, as operand B.
+// Add weights times values of 16 rows, to o[8 n ..] those of 16 elements: weights as operand A, values, by columns, as
+// operand B.
 __device__ __forceinline__ void multiply_values(float (&o)[HEAD_DIM / 2], const u32 (&weights)[KEYS / 16][4],
                                                 const unsigned char* values) {
     const int lane = threadIdx.x % 32;
@@ -176,7 +179,7 @@ __device__ __forceinline__ void multiply_values(float (&o)[HEAD_DIM / 2], const 
         }
 }
 
-// Stores a warp's queries for `multiply_keys`, and states what softmax begins with.
+// Store a warp's queries for `multiply_keys`; return what softmax begins with.
 __device__ __forceinline__ SoftmaxRows load_queries(unsigned char* queries, const unsigned short* q, const Tile& tile,
                                                     int group, int Hq, float softmax_scale) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 2, query_row = tile.first_row + row;
@@ -195,7 +198,7 @@ __device__ __forceinline__ SoftmaxRows load_queries(unsigned char* queries, cons
     return rows;
 }
 
-// Results of a warp's rows, f16 or bf16, and their logarithms.
+// Store the results of a warp's rows, f16 or bf16, and their logarithms.
 __device__ __forceinline__ void store(unsigned short* out, float* lse, float (&o)[HEAD_DIM / 2],
                                       const SoftmaxRows& rows, const Tile& tile, int group, int Hq) {
     const int lane = threadIdx.x % 32;

@@ -93,7 +93,7 @@ struct OwnKeys {};
 struct OwnValues {};
 #endif
 
-// Of keys or of values: pages that are copied, blocks that are restored.
+// Barriers of the keys, or of the values: `copied` and `taken` of pages, `full` and `empty` of restored blocks.
 struct Barriers {
     u64 copied[PAGE_STAGES], taken[PAGE_STAGES];
     u64 full[STAGES], empty[STAGES];
@@ -106,10 +106,10 @@ struct Barriers {
     }
 };
 
-// Restores a block's keys or values, whose first `tokens` are there: f16 [KEYS][D] in columns of 64 elements under the
-// 128-byte swizzle. The eight elements of a word stay in the order in which they come out, (0, 2, 1, 3, 4, 6, 5, 7):
-// queries have the same, and results are put in order when they are stored. With OWN the others are left alone. Spelt out
-// here: through TokenDequantiser the machine code of some forms differs.
+// Restore a block's keys or values to f16 [KEYS][D], in columns of 64 elements under the 128-byte swizzle: the first
+// `tokens` are there, the others become zeros, or with OWN are left alone. The eight elements of a word stay in the
+// order in which they come out, (0, 2, 1, 3, 4, 6, 5, 7): queries have the same, and results are put in order when they
+// are stored. Spelt out here: through TokenDequantiser the machine code of some forms differs.
 __device__ __forceinline__ void restore(unsigned char* block, const unsigned char* pages, int tokens) {
     const int token = threadIdx.x % KEYS,
               share = threadIdx.x % kThreads / KEYS;  // of 64 keys two threads have one each half
@@ -139,7 +139,7 @@ __device__ __forceinline__ void restore(unsigned char* block, const unsigned cha
     }
 }
 
-// Where a cache's pages lie.
+// Pages of a cache, of its keys or its values: looks them up and copies them.
 struct Pages {
     const unsigned char* pool;  // from the first head's keys, or values, on
     const int* table;
@@ -147,7 +147,7 @@ struct Pages {
 
     __device__ __forceinline__ static int page_of_lane(int i) { return i * kPageLanes + threadIdx.x % kPageLanes; }
 
-    // Looks up a lane's pages of a block; what it lacks is the last page again.
+    // Look up a lane's pages of a block; those that it lacks are the last page again.
     __device__ __forceinline__ void find(int (&numbers)[kLanePages], const Tile& tile, int block) const {
         const int last = (tile.context - 1) / PAGE;
 #pragma unroll
@@ -155,7 +155,7 @@ struct Pages {
             numbers[i] = table[size_t(tile.sequence) * P + min(block * kPages + page_of_lane(i), last)];
     }
 
-    // Asks for a lane's pages; the first lane says how many bytes come in all.
+    // Start to copy a lane's pages; the first lane says how many bytes come in all.
     __device__ __forceinline__ void copy(unsigned char* stage, u64* copied, const int (&numbers)[kLanePages],
                                          int head) const {
         if (threadIdx.x % kPageLanes == 0) ptxlab::mbarrier_arrive_expect(copied, kCopyBytes);
@@ -189,6 +189,7 @@ struct Producer {
         look_ahead();
     }
 
+    // Move on to the next tile.
     __device__ __forceinline__ void begin() {
         has_tile = scheduler.next(tile);
         block = has_tile ? tile.begin : 0;
@@ -200,6 +201,7 @@ struct Producer {
         if (has_tile) pages.find(page_numbers, tile, block);
     }
 
+    // Start to copy pages of the next blocks, while stages are free.
     __device__ __forceinline__ void copy_ahead() {
         for (; has_tile && in_flight < PAGE_STAGES; ++in_flight) {
             ptxlab::mbarrier_wait(&barriers.taken[asked.index], asked.parity ^ 1);  // the first round finds them empty
@@ -210,7 +212,7 @@ struct Producer {
         }
     }
 
-    // The next block, of tile `of`, of whose tokens so many are there.
+    // Produce the next block, of tile `of`, whose first `tokens` tokens are there.
     __device__ __forceinline__ void produce(const Tile& of, int tokens TIMELINE_PARAMETER) {
         const int cached = OWN ? tokens - of.queries : tokens;
         const bool has_pages = !OWN || cached > 0;
@@ -241,12 +243,12 @@ __device__ __forceinline__ void produce(Scheduler scheduler, Producer<Own> produ
             producer.produce(tile, tile.context - block * KEYS TIMELINE_ARGUMENT);
 }
 
-// Half a row of queries, of a consumer group's rows from `first_row` on: two threads have one.
+// Half a row of queries of a consumer group, whose rows begin at `first_row`: two threads share a row.
 struct HalfQuery {
     static constexpr int kPieces = HEAD_DIM / 16;
     uint4 x[kPieces];
 
-    // Where it lies; null beyond the tile's last row.
+    // Return the address of the thread's half row, null beyond the tile's last row.
     __device__ __forceinline__ static const uint4* find(const unsigned short* q, const Tile& tile, int group,
                                                         int first_row, int Hq) {
         const int query_row = first_row + threadIdx.x % kThreads / 2;
@@ -260,7 +262,8 @@ struct HalfQuery {
         for (int i = 0; i < kPieces; ++i) x[i] = half_row ? half_row[i] : make_uint4(0, 0, 0, 0);
     }
 
-    // To shared memory as f16, over the power of two that leads the row; by this and softmax_scale scores are multiplied.
+    // Store it to shared memory as f16, divided by the power of two that leads the row; set the row's factor, which
+    // turns its dot products into scores in base 2.
     __device__ __forceinline__ void store(unsigned char* rows, float* factors, float softmax_scale) const {
         const int row = threadIdx.x % kThreads / 2, half = threadIdx.x % 2;
         float elements[kPieces][8], largest = 0;
@@ -294,6 +297,7 @@ struct HalfQuery {
     }
 };
 
+// Issue S = Q K^T of a block of keys, given descriptors.
 __device__ __forceinline__ void multiply_keys(Scores& s, u64 queries, u64 keys) {
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; ++k) {
@@ -303,31 +307,34 @@ __device__ __forceinline__ void multiply_keys(Scores& s, u64 queries, u64 keys) 
     ptxlab::wgmma_commit();
 }
 
+// Issue O += P V of a block of values, given its descriptor.
 __device__ __forceinline__ void multiply_values(ValueSums& o, const Weights& weights, u64 values) {
 #pragma unroll
     for (int k = 0; k < KEYS / 16; ++k) ptxlab::wgmma_values(o, weights[k], values + k * 2048 / 16);
     ptxlab::wgmma_commit();
 }
 
+// Tell the compiler that registers may change here, so that they are not moved across a wgmma.
 template <int COUNT>
 __device__ __forceinline__ void pin(float (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Where results go: f16 or bf16, and their logarithms.
+// Destination of results: rows in f16 or bf16, and their logarithms.
 struct Results {
     unsigned short* out;
     float* lse;  // or null
     int Hq;
 
-    // A lane's two rows: where its pairs of elements go, null beyond the tile's last row; what sums are multiplied by.
+    // A lane's two rows: where its pairs of elements are stored, null beyond the tile's last row; what sums are
+    // multiplied by.
     struct LaneRows {
         u32* pairs[2];
         float inverse[2];
     };
 
-    // Writes the logarithms of a consumer group's rows from `first_row` on, and says where their sums go.
+    // Store the logarithms of a consumer group's rows from `first_row` on; return where their sums go.
     __device__ __forceinline__ LaneRows finish(const SoftmaxRows& rows, const Tile& tile, int group,
                                                int first_row) const {
         const int lane = threadIdx.x % 32;
@@ -347,7 +354,8 @@ struct Results {
         return lane_rows;
     }
 
-    // Sums of elements from 8 * `first_vector` on. Spelt out here: through `store_row` the machine code of parts differs.
+    // Store sums of elements from 8 * `first_vector` on. Spelt out here: through `store_row` the machine code of parts
+    // differs.
     template <int COUNT>
     __device__ __forceinline__ static void store(float (&o)[COUNT], const LaneRows& lane_rows, int first_vector) {
         const bool odd = threadIdx.x % 2;
@@ -369,20 +377,20 @@ struct Results {
     }
 };
 
-// Where parts of tiles are handed over, as the accumulators of a warp's lanes lie: per item, warp and lane D / 8 vectors
+// Workspace for parts of tiles, laid out as the accumulators of a warp's lanes: per item, warp and lane D / 8 vectors
 // of sums, and one of (largest, largest, sum, sum) of two rows.
 struct Workspace {
     static constexpr int kWarps = kGroups * 4, kPitch = kWarps * kVectors * 32, kBatch = 8;
     float4* partial;
     int* arrivals;  // [items][kWarps], 0 between launches; of a tile the first item's
 
-    // The lane's vectors of part 0 of a tile.
+    // Return the address of the lane's vectors of part 0 of a tile.
     __device__ __forceinline__ float4* first_part(const Tile& tile) const {
         const int warp = threadIdx.x / 32 - PRODUCERS * 4;
         return partial + size_t(tile.item - tile.part_index) * kPitch + warp * (kVectors * 32) + threadIdx.x % 32;
     }
 
-    // Hands over this part of 16 rows. True in the warp that comes last.
+    // Hand over this part of 16 rows; return true in the warp that comes last.
     __device__ __forceinline__ bool hand_over(const ValueSums& o, const SoftmaxRows& rows, const Tile& tile) const {
         float4* const lane_part = first_part(tile) + size_t(tile.part_index) * kPitch;
 #pragma unroll
@@ -395,7 +403,7 @@ struct Workspace {
         return true;
     }
 
-    // Adds up the parts of 16 rows, always in the same order, and stores the results.
+    // Add up the parts of 16 rows, always in the same order, and store the results.
     __device__ __forceinline__ void merge(const Results& results, const Tile& tile, int group, int first_row) const {
         const float4* const parts = first_part(tile);
         SoftmaxRows rows;
@@ -451,7 +459,7 @@ struct Consumer {
         if (threadIdx.x % 32 == 0) ptxlab::mbarrier_arrive(barrier);
     }
 
-    // The tile's queries to shared memory, and what its rows' softmax begins with.
+    // Store the tile's queries to shared memory, and set what its rows' softmax begins with.
     __device__ __forceinline__ void load_queries(SoftmaxRows& rows, const Tile& tile TIMELINE_PARAMETER) const {
         const int lane = threadIdx.x % 32, warp = threadIdx.x % kThreads / 32, first_row = first_row_of(tile);
         PHASE(SETUP);
@@ -467,6 +475,7 @@ struct Consumer {
         }
     }
 
+    // Wait for the next block of keys and for the group's turn, and issue the products of scores.
     __device__ __forceinline__ void begin_scores(Scores& s TIMELINE_PARAMETER) const {
         PHASE(WAIT_GROUP);
         ptxlab::mbarrier_wait(&of_keys.full[key_slot.index], key_slot.parity);
@@ -476,6 +485,7 @@ struct Consumer {
         multiply_keys(s, ptxlab::swizzled_128(queries), ptxlab::swizzled_128(keys + key_slot.index * kBlockBytes));
     }
 
+    // Wait for the next block of values, and issue their products.
     __device__ __forceinline__ void begin_values(ValueSums& o, const Weights& weights TIMELINE_PARAMETER) const {
         PHASE(WAIT_GROUP);
         ptxlab::mbarrier_wait(&of_values.full[value_slot.index], value_slot.parity);
@@ -483,7 +493,7 @@ struct Consumer {
         multiply_values(o, weights, ptxlab::swizzled_128_rows(values + value_slot.index * kBlockBytes, kColumnBytes));
     }
 
-    // Waits for scores, with so many groups of products begun after them, and makes weights of them.
+    // Wait for scores, while BEHIND later groups of products may still run, and turn them into weights.
     template <int BEHIND>
     __device__ __forceinline__ void finish_scores(Scores& s, SoftmaxRows& rows, float (&rescale)[2], const Tile& tile,
                                                   int block TIMELINE_PARAMETER) {
@@ -499,6 +509,7 @@ struct Consumer {
         rows.weigh(s, rescale, HEADROOM);
     }
 
+    // Wait for the products of values, and release their block.
     __device__ __forceinline__ void finish_values(ValueSums& o TIMELINE_PARAMETER) {
         PHASE(WAIT_MMA, 0);
         ptxlab::wgmma_wait<0>();
@@ -506,7 +517,7 @@ struct Consumer {
         release(&of_values.empty[value_slot.index]), value_slot.advance();
     }
 
-    // Sums of weights times values over the tile's blocks.
+    // Add up weights times values over the tile's blocks.
     __device__ __forceinline__ void attend(ValueSums& o, SoftmaxRows& rows, const Tile& tile TIMELINE_PARAMETER) {
         Scores s;
         float rescale[2];
@@ -532,13 +543,13 @@ struct Consumer {
         finish_values(o TIMELINE_ARGUMENT);
     }
 
-    // The next tile's queries come to the L2 while results are stored.
+    // Prefetch the next tile's queries to the L2 while results are stored.
     __device__ __forceinline__ void prefetch_queries(const Tile& tile) const {
         if (const uint4* half_row = HalfQuery::find(q, tile, group, first_row_of(tile), Hq))
             for (int i = 0; i < HEAD_DIM; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(half_row + i / 16));
     }
 
-    // Stores a whole tile's results, or hands over a part of them.
+    // Store a whole tile's results, or hand over a part of them.
     __device__ __forceinline__ void deliver(ValueSums& o, const SoftmaxRows& rows, const Tile& tile) const {
         const int first_row = first_row_of(tile);
         if (!SPLIT || tile.parts == 1) Results::store(o, results.finish(rows, tile, group, first_row), 0);

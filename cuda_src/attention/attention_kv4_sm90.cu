@@ -70,9 +70,9 @@ using ptxlab::u32;
 using ptxlab::u64;
 using Page = ptxlab::KvPage<HEAD_DIM, PAGE, BITS, CHANNEL>;
 
-// Warps: those of a tile, tiles at a time.
+// Warps that share a tile; tiles that are multiplied at a time.
 constexpr int kTileWarps = TILE / TOKENS, kGroups = WARPS / kTileWarps;
-// Queries: dims of a lane, lanes of a column, columns of a warp at a time.
+// Queries as they are prepared: dims of a lane, lanes of a column, columns that a warp takes at a time.
 constexpr int kLaneDims = 8, kQueryLanes = HEAD_DIM / kLaneDims, kWarpColumns = 32 / kQueryLanes;
 // Warps that prepare queries, and the passes over columns that each makes. A second warp comes only where no thread
 // loses registers by it.
@@ -107,7 +107,7 @@ using QueryWords = u32[kOperands][kNibbles][kKeyWords];
 // next part itself, or that the unit begins in an earlier block.
 constexpr int kNextIsHere = -1, kBeginsEarlier = -2;
 
-// What the block does of a unit (of a sequence, up to COLUMNS queries of one of its heads): one segment.
+// A work item: the segment of a unit (of a sequence, up to COLUMNS queries of one of its KV heads) that the block has.
 struct WorkItem {
     int tiles, position, length;     // tiles, 0 behind the last item; its first token; tokens of the sequence
     int first_group;                 // of warps, which takes the first tile
@@ -138,7 +138,7 @@ struct Arguments {
     }
 };
 
-// An item's queries as the warps read them.
+// An item's queries as the warps that multiply read them.
 struct alignas(16) QueryOperands {
     u32 fragments[kOperands][kNibbles][32][kKeyWords];
     float2 columns[COLUMNS];  // minus the sum of a query's integers; the factor of its scores
@@ -155,7 +155,8 @@ struct Control {
     u64 ready[kItems], summed[kItems], cleared[kItems];
     WorkItem items[kItems];
 
-    // By one lane of every warp that multiplies: one lane for all would make one after the other.
+    // Initialise the barriers, by one lane of every warp that multiplies: one lane for all would make one after the
+    // other.
     __device__ __forceinline__ void init(int warp) {
 #pragma unroll
         for (int i = 0; i < STAGES; i += WARPS)
@@ -286,8 +287,8 @@ struct QueryQuantiser {
         }
     }
 
-    // The lane's elements of a column in f32, by channel times the keys' scales, rotated if keys are. Returns the
-    // largest of the column.
+    // Convert the lane's elements of a column to f32, times the keys' scales if these are per channel, and rotate them
+    // if keys are rotated. Return the largest magnitude of the column.
     __device__ __forceinline__ float convert(float (&x)[kLaneDims], int pass) const {
 #pragma unroll
         for (int e = 0; e < kLaneDims; ++e) {
@@ -304,8 +305,8 @@ struct QueryQuantiser {
         return largest;
     }
 
-    // Rounds the lane's elements of a column to multiples of a step. Returns the sum of the column's integers, by
-    // channel times the keys' zero points.
+    // Round the lane's elements of a column to multiples of a step, and store them. Return the sum of the column's
+    // integers, each times the keys' zero point if that is per channel.
     __device__ __forceinline__ float quantise(QueryOperands& operands, const float (&x)[kLaneDims], float inverse_step,
                                               int item_head, int pass) const {
         float zero_sum = 0;
@@ -328,6 +329,7 @@ struct QueryQuantiser {
         return CHANNEL ? add_lanes(zero_sum) : float(add_lanes(sum));
     }
 
+    // Add up a number over the lanes of a column.
     template <class T>
     __device__ __forceinline__ static T add_lanes(T sum) {
 #pragma unroll
@@ -336,7 +338,7 @@ struct QueryQuantiser {
         return sum;
     }
 
-    // Four dims' bytes to where the lane that multiplies them reads its words.
+    // Store the bytes of four dims where the lane that multiplies them reads its words.
     __device__ __forceinline__ void store(QueryOperands& operands, u32 high, u32 low, int column, int quad) const {
         const int word = (first_dim + (kNibbles == 1 ? quad * 4 : 0)) / Page::kPerWord, nibble = quad % kNibbles;
         const int t = word / kVectorWords % 4, w = word / (4 * kVectorWords) * kVectorWords + word % kVectorWords;
@@ -345,6 +347,7 @@ struct QueryQuantiser {
         operands.fragments[kOperands - 1][nibble][4 * (g + kPaired) + t][w] = low;
     }
 
+    // Write the record of a segment's item.
     __device__ __forceinline__ void describe(WorkItem& item, const Segments& segment, int item_head, int columns) {
         const int first_tile = segment.first_tile(), tiles = segment.tile_count();
         item.tiles = tiles, item.position = (segment.window_tile + first_tile) * TILE, item.length = segment.length;
@@ -362,7 +365,7 @@ struct QueryQuantiser {
         first_group = (first_group + tiles) % kGroups;
     }
 
-    // The queries of the next item; those of the one behind it are on their way meanwhile.
+    // Prepare the queries of the next item; those of the one behind it are loaded meanwhile.
     __device__ __forceinline__ void produce(SharedMemory& shared, Control& control,
                                             const ptxlab::Slot<kItems>& slot TIMELINE_PARAMETER) {
         constexpr float kNibbleFactor = BITS == 4 ? 16 : 1;
@@ -409,7 +412,7 @@ struct QueryQuantiser {
     }
 };
 
-// A lane's words of an item's queries, and what its columns' scores are made of.
+// A lane's words of an item's queries, and the sums and factors that its columns' scores are computed with.
 struct Query {
     QueryWords words;
     float column_sum[kLaneColumns], factor[kLaneColumns];
@@ -450,7 +453,7 @@ struct TokenConstants {
             }
     }
 
-    // Replaces those of tokens behind the end, where there may be anything.
+    // Replace the constants of tokens behind the end, where there may be anything.
     __device__ __forceinline__ void mask(int tokens) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -465,13 +468,13 @@ struct TokenConstants {
     }
 };
 
-// Bytes of a word of keys: its low nibbles, or 16 times its high ones.
+// Return the bytes of a word of keys as an operand: of 4 bits its low nibbles, or 16 times its high ones.
 __device__ __forceinline__ u32 key_bytes(u32 word, int nibble) {
     return BITS == 8 ? word : nibble ? word & 0xf0f0f0f0u : word & 0x0f0f0f0fu;
 }
 
-// The sums of a query's high and low bytes as one number, times 16 where there are nibbles. Neither these sums nor that
-// number leaves the range of an s32.
+// Combine the sums of a query's high and low bytes into one number, times 16 where there are nibbles. Neither these
+// sums nor that number leaves the range of an s32.
 __device__ __forceinline__ float combine_bytes(const int (&sums)[kOperands][kNibbles][4], int e) {
     int of_bytes[2];  // the query's high byte, its low one
 #pragma unroll
@@ -483,7 +486,7 @@ __device__ __forceinline__ float combine_bytes(const int (&sums)[kOperands][kNib
     return float(of_bytes[0] * 256 + of_bytes[1]);
 }
 
-// S = K Q^T of a warp's tokens.
+// Compute S = K Q^T of a warp's tokens: integers, not yet scaled.
 __device__ __forceinline__ void multiply_keys(Scores& s, const unsigned char* keys, int first_token,
                                               const QueryWords& query) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -518,8 +521,8 @@ __device__ __forceinline__ void multiply_keys(Scores& s, const unsigned char* ke
         for (int e = 0; e < 2 * kLaneColumns; ++e) s[i][e] = combine_bytes(sums[i], e);
 }
 
-// Scores in base 2, with the logarithm of the value's scale added. Returns in `inverse` what turns a weight times its
-// value's scale into the weight.
+// Scale integers to scores in base 2, and add the logarithm of the value's scale. Set `inverse` to one over that scale,
+// which turns a weight times its value's scale back into the weight.
 __device__ __forceinline__ void scale_scores(Scores& s, float (&inverse)[kTokenTiles][2], const Query& query,
                                              const TokenConstants& constants) {
 #pragma unroll
@@ -539,6 +542,7 @@ __device__ __forceinline__ void scale_scores(Scores& s, float (&inverse)[kTokenT
         }
 }
 
+// Set scores of tokens that a column does not see to -infinity.
 __device__ __forceinline__ void mask_scores(Scores& s, const WorkItem& item, int position, int window) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -555,8 +559,8 @@ __device__ __forceinline__ void mask_scores(Scores& s, const WorkItem& item, int
     }
 }
 
-// O^T += V^T P^T, 16 tokens whose values begin at `rows`. Of a pair of tokens odd t load the second first, which halves
-// the bank conflicts.
+// O^T += V^T P^T for 16 tokens whose values begin at `rows`. Lanes with odd t load the second of a pair of tokens
+// first, which halves the bank conflicts.
 __device__ __forceinline__ void multiply_values(float (&o)[kDimTiles][4], const unsigned char* rows,
                                                 const u32 (&weights)[2]) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, odd = t % 2;
@@ -584,7 +588,8 @@ __device__ __forceinline__ void multiply_values(float (&o)[kDimTiles][4], const 
         }
 }
 
-// What a lane has summed up of its columns: from the item's first tile on, and since the last promotion.
+// Softmax of a lane's columns: largest scores and sums of weights from the item's first tile on, accumulators since the
+// last promotion.
 struct Softmax {
     float largest[kLaneColumns], weights[kLaneColumns];
     float o[kDimTiles][4], zeros[4];
@@ -603,7 +608,7 @@ struct Softmax {
         }
     }
 
-    // Raises the columns' largest scores to those of a tile, and scales the sums down to them.
+    // Raise the columns' largest scores to those of a tile, and scale the sums down to them.
     __device__ __forceinline__ void raise(const Scores& s) {
         float previous[kLaneColumns];
         bool raised = false;
@@ -627,7 +632,7 @@ struct Softmax {
         }
     }
 
-    // Adds a tile's values.
+    // Add a tile's weighted values to the accumulators.
     __device__ __forceinline__ void add_values(const Scores& s, const float (&inverse)[kTokenTiles][2],
                                                const TokenConstants& constants, const unsigned char* values,
                                                int first_token) {
@@ -649,9 +654,9 @@ struct Softmax {
         }
     }
 
-    // The lane's dims of column b in order. Of every four, two come from an MMA tile of low halves and two from one of
-    // high halves. A tile of high nibbles was multiplied with the low ones still in its bytes, so the sums of these,
-    // which are the tile before, are subtracted.
+    // Collect the lane's dims of column b in order. Of every four, two come from an MMA tile of low halves and two from
+    // one of high halves. A tile of high nibbles was multiplied with the low ones still in its bytes, so the sums of
+    // these, which are the tile before, are subtracted.
     __device__ __forceinline__ void gather(float (&sums)[HEAD_DIM / 8], int b) const {
 #pragma unroll
         for (int e = 0; e < HEAD_DIM / 8; ++e) {
@@ -663,7 +668,7 @@ struct Softmax {
         }
     }
 
-    // Writes the warp's sums of an item, or adds them to those that it has promoted before.
+    // Write the warp's sums of an item to shared memory, or add them to those that it has promoted before.
     __device__ __forceinline__ void promote(const WarpSums& warp_sums, int item_index, int warp, bool is_first) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -699,14 +704,15 @@ struct Softmax {
     }
 };
 
-// The warps' sums of an item -> results, or parts of them. A warp takes a column, in every item another.
+// Combines the warps' sums of an item into results, or parts of them. A warp takes a column, in every item another.
 struct Combiner {
     const Arguments& arguments;
     Control& control;
     const WarpSums& warp_sums;
     int warp;
 
-    // A column's row, unnormalised. With PART sums are added up from the warps of the first tile on.
+    // Add up the warps' sums of a column: its row, unnormalised. With PART sums are added up from the warps of the
+    // first tile on.
     __device__ __forceinline__ Row add_warps(int item_index, const WorkItem& item, int column) const {
         const int lane = threadIdx.x % kStatLanes, first_warp = PART ? item.first_group * kTileWarps : 0;
         const int stat_warp = PART && lane < WARPS ? (lane + first_warp) % WARPS : lane;
@@ -726,7 +732,8 @@ struct Combiner {
         return row;
     }
 
-    // Hands the row to the block where the unit begins. That block adds the other blocks' parts and stores the results.
+    // Store a row's results, after the other blocks' parts have been added, if its unit begins in this block; else hand
+    // the row over to the block where the unit begins.
     __device__ __forceinline__ void deliver(Row& row, const WorkItem& item, int column) const {
         const int columns = arguments.columns;
         if (item.blocks == 0) {
@@ -739,7 +746,7 @@ struct Combiner {
         row.store<BF16>(arguments.out, arguments.lse, item.row[column]);
     }
 
-    // The same with PART: parts are added one by one, from the first on. A column is always the same warp's, which
+    // Deliver a row with PART: parts are added one by one, from the first on. A column is always the same warp's, which
     // finds in the workspace what it has left there.
     __device__ __forceinline__ void deliver_part(Row& row, const WorkItem& item, int column) const {
         const int columns = arguments.columns;
@@ -773,7 +780,7 @@ struct Combiner {
     }
 };
 
-// A warp that multiplies: its tokens of every kGroups-th tile.
+// A warp that multiplies its tokens of every kGroups-th tile.
 struct Consumer {
     const Arguments& arguments;
     SharedMemory& shared;
@@ -788,7 +795,7 @@ struct Consumer {
         if ((stage += kGroups) >= STAGES) stage -= STAGES, parity ^= 1;
     }
 
-    // Adds a tile's tokens, from `position` of the sequence on.
+    // Process the warp's tokens of a tile, from `position` of the sequence on: scores, softmax, values.
     __device__ __forceinline__ void process_tile(Softmax& softmax, const Query& query, const WorkItem& item, int length,
                                                  int position TIMELINE_PARAMETER) {
         const int window = arguments.window;
@@ -818,7 +825,7 @@ struct Consumer {
         release_stage();
     }
 
-    // Sums up the warp's tiles of an item, from `first_tile` on.
+    // Sum up the warp's tiles of an item, from `first_tile` on.
     __device__ __forceinline__ void process_item(int item_index, const WorkItem& item, int tiles,
                                                  int first_tile TIMELINE_PARAMETER) {
         const int length = item.length, first_position = item.position + first_token;

@@ -35,7 +35,7 @@ using Rows = ptxlab::KvRows<HEAD_DIM, PAGE, BITS, CHANNEL, BF16, INDEX, true, RO
 using Half = Rows::Half;
 using Index = Rows::Index;
 
-// A lane's values of a rotated row, rounded, to where the row begins.
+// Round a lane's values of a rotated row, and store them to the row at `row`.
 __device__ __forceinline__ void write_row(Half* row, const Rows::FloatValues& x, int lane) {
     Rows::StoredValues y;
 #pragma unroll

@@ -1,13 +1,12 @@
-// The end of decode attention on CUDA cores: what the slots of a block have summed up, divided by the sum of the
-// weights.
+// The end of decode attention on CUDA cores: add up the sums of a block's slots, divide by the sum of weights, store.
 #pragma once
 #include <cuda_fp16.h>
 
 namespace ptxlab {
 
-// Of the 2 HALF dims that a lane has from `dim` on, it hands one half to its partner and takes the other's of the half
-// that it keeps, and so on until four are left: a quarter of the shuffles that sums of all dims in all lanes would
-// take.
+// Add up 2 HALF dims over lanes by recursive halving. A lane sends one half of its dims to its partner and adds the
+// partner's sums of the half that it keeps, until four dims are left, of which `dim` is the first: a quarter of the
+// shuffles that sums of all dims in all lanes would take.
 template <int HALF, int MASK, int DIMS>
 __device__ __forceinline__ void sum_lanes(float (&acc)[DIMS], int& dim) {
     const bool upper = threadIdx.x & MASK;
@@ -20,8 +19,9 @@ __device__ __forceinline__ void sum_lanes(float (&acc)[DIMS], int& dim) {
     if constexpr (HALF > 4) sum_lanes<HALF / 2, MASK / 2>(acc, dim);
 }
 
-// out[d] = (sum over slots of acc) * factor, f16 [128], always in the same order. A block is slots of 128 / DIMS
-// threads each, and thread `part` of a slot has dims DIMS part ..; `sums` is 128 floats per warp, aligned to 16 bytes.
+// Store out[d] = (sum over slots of acc) * factor, f16 [128], always added in the same order. A slot is 128 / DIMS
+// threads of the block, whose thread `part` has dims DIMS part ..; `sums`: 128 floats of shared memory per warp,
+// aligned to 16 bytes.
 template <int THREADS, int DIMS>
 __device__ __forceinline__ void store_slots(float (&acc)[DIMS], float factor, float* sums, __half* out) {
     constexpr int PARTS = 128 / DIMS;

@@ -10,27 +10,28 @@ __device__ __forceinline__ unsigned cluster_rank() {
     return rank;
 }
 
-// Every thread of every block of the cluster arrives once and waits once; work may lie between the two.
+// Arrive at the cluster's barrier, and wait at it: every thread of every block does each once; work may lie between the
+// two.
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Where `p` of this block lies in block `rank` of the cluster.
+// Return the address that `p` of this block's shared memory has in block `rank` of the cluster.
 __device__ __forceinline__ unsigned address_in_block(const void* p, unsigned rank) {
     unsigned remote_address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_address) : "r"(shared_address(p)), "r"(rank));
     return remote_address;
 }
 
-// A word into another block's shared memory, which counts at an mbarrier of that block.
+// Store a word to another block's shared memory; its bytes count at an mbarrier of that block.
 __device__ __forceinline__ void store_async(unsigned address, unsigned word, unsigned barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address),
                  "r"(word), "r"(barrier)
                  : "memory");
 }
 
-// 16 bytes into another block's shared memory; they count at an mbarrier of that block.
+// Store 16 bytes to another block's shared memory; they count at an mbarrier of that block.
 __device__ __forceinline__ void store_async_16(unsigned address, int a, int b, int c, int d, unsigned barrier) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(

@@ -5,7 +5,7 @@
 // Sum      pieces are dealt to the blocks of the cluster; a block sends the pieces that it does not own to their owner,
 //          registers -> remote shared memory as they are (st.async, 16 bytes per thread), and adds what it receives to
 //          its own registers. Integers: the order does not matter. One mbarrier per block counts the bytes that come.
-// Store    so many tokens at a time through shared memory, int32 [tokens][PITCH]: written by fragment without bank
+// Store    AT_A_TIME tokens at a time through shared memory, int32 [tokens][PITCH]: written by fragment without bank
 //          conflicts (lane 4 g + t at bank 8 t + g), read by rows, 8 neighbours per thread, 16 bytes of f16 at least.
 #pragma once
 #include "cluster.cuh"
@@ -14,7 +14,7 @@
 
 namespace ptxlab {
 
-// Where the sums go, and what makes numbers of them.
+// Destination of the sums, and what scales them.
 struct Output {
     void* y;               // [M, N]
     const float* x_scale;  // [M]
@@ -28,10 +28,10 @@ struct Epilogue {
     static constexpr int PER_GROUP = TOKENS / 8, PIECES = WARP_GROUPS * PER_GROUP,
                          OWNED = (PIECES + BLOCKS - 1) / BLOCKS;
     static constexpr int RECEIVE_BYTES = (BLOCKS - 1) * OWNED * 2048;
-    // every warp group's pieces: then all of them store alike
+    // a block owns pieces of every warp group, so that all groups store equally much
     static constexpr bool SHARED_OUT = PER_GROUP % BLOCKS == 0;
 
-    // Which block adds up piece `j` of a group and stores it, and its place among that block's pieces.
+    // Rank of the block that adds up and stores piece `j` of a warp group, and the piece's index among that block's.
     static __device__ __forceinline__ int owner(int group, int j) {
         return SHARED_OUT ? j / (PER_GROUP / BLOCKS) : (group * PER_GROUP + j) / OWNED;
     }
@@ -41,10 +41,10 @@ struct Epilogue {
 
     int4* received;  // [BLOCKS - 1][OWNED][128]
     int* tile;       // [WARP_GROUPS][CHUNK][PITCH] of `store`
-    u64* arrived;    // completes when everything that this block is to receive is there
+    u64* arrived;    // completes when all pieces that this block receives are there
     int rank;
 
-    // By one thread, before the cluster's barrier.
+    // Initialise `arrived` for the bytes that this block receives. By one thread, before the cluster's barrier.
     __device__ __forceinline__ void expect() const {
         if constexpr (BLOCKS > 1) {
             mbarrier_init(arrived, 1);
@@ -53,7 +53,8 @@ struct Epilogue {
         }
     }
 
-    // By all 128 threads, after the cluster's barrier: the pieces of rows 64 * group .. that other blocks own.
+    // Send the pieces of rows 64 * group .. that other blocks own to their owners. By all 128 threads, after the
+    // cluster's barrier.
     __device__ __forceinline__ void send(const int (&acc)[TOKENS / 2], int group, int thread) const {
         if constexpr (BLOCKS > 1) {
 #pragma unroll
@@ -68,7 +69,7 @@ struct Epilogue {
         }
     }
 
-    // By all 128 threads, when all pieces are sent: whole sums for those that this block owns.
+    // Add the other blocks' pieces to those that this block owns. By all 128 threads, after `send`.
     __device__ __forceinline__ void receive(int (&acc)[TOKENS / 2], int group, int thread) const {
         if constexpr (BLOCKS > 1) {
             mbarrier_wait(arrived, 0);
@@ -85,8 +86,8 @@ struct Epilogue {
         }
     }
 
-    // By all threads of warp group `group`, whose 64 rows begin at n0: the owned pieces become outputs, AT_A_TIME tokens
-    // through shared memory.
+    // Scale and store the owned pieces of warp group `group`, whose 64 rows begin at n0, AT_A_TIME tokens at a time
+    // through shared memory. By all threads of the group.
     template <int KIND, int AT_A_TIME, int PITCH>
     __device__ __forceinline__ void store(const int (&acc)[TOKENS / 2], int group, int thread, const Output& out,
                                           int token0, int n0) const {

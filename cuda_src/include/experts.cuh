@@ -1,16 +1,17 @@
-// The tiles of a grouped GEMM, worked out on the device from where each expert's rows begin: expert by expert, of an
-// expert one row tile of W after the other, of a row tile one tile of tokens after the other, which find its weights in
-// the L2. An expert without rows has none.
+// The tiles of a grouped GEMM, found on the device from `offsets`, the first row of each expert. Order: expert by
+// expert; within an expert one row tile of W after the other; within a row tile one tile of tokens after the other,
+// which find its weights in the L2. An expert without rows has no tiles.
 #pragma once
 
 namespace ptxlab {
 
-// A tile: rows token0 .. of X, as far as they are below end_token, times row tile `row_tile` of the weight of `expert`.
+// A tile: rows token0 .. of X that are below end_token, TOKENS at most, times row tile `row_tile` of the weight of
+// `expert`.
 struct ExpertTile {
     int expert, token0, end_token, row_tile;
 };
 
-// Finds tiles in rising order of their numbers. By a whole warp, which looks at 32 experts at a time, an expert per
+// Finds tiles by their number, in rising order. A whole warp calls; it looks at 32 experts at a time, an expert per
 // lane.
 template <int TOKENS>
 class ExpertTiles {
@@ -21,6 +22,7 @@ class ExpertTiles {
 
     static __device__ __forceinline__ int tiles_of(int rows) { return (rows + TOKENS - 1) / TOKENS; }
 
+    // Load the rows of the lane's expert, and find the number of the tile behind its last.
     __device__ __forceinline__ void look() {
         const int expert = first_expert + lane;
         begin = offsets[min(expert, experts)], end = offsets[min(expert + 1, experts)];
@@ -34,13 +36,13 @@ class ExpertTiles {
     }
 
 public:
-    // After the wait for whatever writes `offsets`.
+    // Look at the first 32 experts. Call it after the wait for the kernel that writes `offsets`.
     __device__ __forceinline__ ExpertTiles(const int* offsets, int experts, int row_tiles)
         : offsets(offsets), experts(experts), row_tiles(row_tiles), lane(threadIdx.x % 32) {
         look();
     }
 
-    // False behind the last tile.
+    // Find tile `tile_index`; return false if there is none.
     __device__ __forceinline__ bool find(int tile_index, ExpertTile& tile) {
         for (int last; tile_index >= (last = __shfl_sync(~0u, end_tile, 31)); look()) {
             first_expert += 32, first_tile = last;

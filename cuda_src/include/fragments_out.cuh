@@ -1,4 +1,4 @@
-// From the accumulators of a wgmma with weights as operand A straight to Y, one warp by itself: no barrier of the warp
+// Store the accumulators of a wgmma with weights as operand A to Y, each warp by itself: no barrier of the warp
 // group. A warp has 16 rows of W (n) and TOKENS columns; lane 4 g + t holds, of every 8 tokens, rows g, g, g + 8, g + 8
 // at tokens 2 t, 2 t + 1, twice.
 //
@@ -11,23 +11,23 @@
 
 namespace ptxlab {
 
-// What makes numbers of a warp's sums. Arrays in shared memory begin at the tile's first token.
+// Scales, zero points and biases of a warp's sums. Arrays in shared memory begin at the tile's first token.
 struct Scaling {
     const float* x_scale;  // [TOKENS]
     const int* x_sum;      // [TOKENS], or null
-    int zero[2];           // of rows g and g + 8: that many times x_sum are taken off
+    int zero[2];           // of rows g and g + 8: zero * x_sum is subtracted
     float w_scale[2];
     float bias[2];  // -0 where there is none: adding it changes nothing
 };
 
-constexpr int WARP_BUFFER_BYTES = 512;  // in which a warp transposes results
+constexpr int WARP_BUFFER_BYTES = 512;  // of shared memory, in which a warp transposes results
 
-// Results in pairs of tokens to 8 rows of one token a lane: one stmatrix.x4.trans turns four 8 x 8 matrices [n][token]
-// over, and 16 tokens x 16 rows lie in shared memory, 32 bytes per token, from where each lane takes 16 bytes. The halves
-// of tokens 4..7 of every 8 change places: no bank conflicts.
+// Transposes results from pairs of tokens per lane to 8 rows of one token per lane. One stmatrix.x4.trans transposes
+// four 8 x 8 matrices [n][token] into shared memory, 16 tokens x 16 rows, 32 bytes per token, from where each lane
+// loads 16 bytes. The halves of tokens 4..7 of every 8 change places: no bank conflicts.
 struct TokenTranspose {
     unsigned store_address, load_address;  // shared addresses
-    int token, row_half;                   // what this lane gets: of a token rows 0-7 or 8-15
+    int token, row_half;                   // what this lane gets: rows 0-7 or 8-15 of a token
 
     __device__ __forceinline__ TokenTranspose(unsigned char* buffer, int lane) {
         const int row = lane % 8, matrix = lane / 8;  // whose address this lane gives: token, and (half, 8 tokens)
@@ -44,13 +44,14 @@ struct TokenTranspose {
     }
 };
 
-// y = acc * x_scale * w_scale + bias in f32, each operation rounded.
+// Return acc * x_scale * w_scale + bias in f32, each operation rounded.
 __device__ __forceinline__ float scaled(int acc, float x_scale, float w_scale, float bias) {
     return __fadd_rn(__fmul_rn(__fmul_rn(float(acc), x_scale), w_scale), bias);
 }
 
-// Tokens token0 .. of rows n0 .. n0 + 15, as far as they are below M and `end`; `owns(piece)` says whether the sums of
-// tokens 8 * piece .. are here. `buffer`: WARP_BUFFER_BYTES of this warp. SILU_MUL: Y has half as many columns, N / 2.
+// Scale and store a warp's sums: tokens token0 .. below M of rows n0 .. n0 + 15 below `end`. `owns(piece)`: whether the
+// sums of tokens 8 * piece .. are here. `buffer`: WARP_BUFFER_BYTES of this warp. SILU_MUL: Y has half as many columns,
+// N / 2.
 template <int KIND, int TOKENS, int WITH = 0, class Owns>
 __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], const Scaling& s, void* y,
                                                 unsigned char* buffer, int lane, int token0, int n0, int M, int N,
@@ -63,7 +64,7 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
 #pragma unroll
         for (int j = 0; j < PIECES; j += AT_ONCE) {
             unsigned h[4] = {};
-            bool owned = false;  // by this lane, its token's
+            bool owned = false;  // the piece of the lane's token
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
                 if (j + i >= PIECES || !owns(j + i)) continue;
@@ -126,8 +127,8 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
     }
 }
 
-// The same of f32 totals, as far as they are below M and N, with the bias of rows g and g + 8 (-0 where there is
-// none), to f16 (KIND 0), bf16 (1) or f32 (2). `buffer`: WARP_BUFFER_BYTES of this warp.
+// Store f32 totals, as far as they are below M and N, plus the bias of rows g and g + 8 (-0 where there is none), as
+// f16 (KIND 0), bf16 (1) or f32 (2). `buffer`: WARP_BUFFER_BYTES of this warp.
 template <int KIND, int TOKENS>
 __device__ __forceinline__ void store_totals(const float (&total)[TOKENS / 2], const float (&bias)[2], void* y,
                                              unsigned char* buffer, int lane, int token0, int n0, int M, int N) {

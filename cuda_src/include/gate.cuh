@@ -6,9 +6,10 @@
 namespace ptxlab {
 
 constexpr float LOG2_E = 1.44269504f;
-constexpr float GELU_LINEAR = 2.30220820f, GELU_CUBIC = 0.102943240f;  // of 2 z log2(e)
+// Coefficients of g and g^3 in 2 log2(e) z, where GELU is g sigmoid(2 z).
+constexpr float GELU_LINEAR = 2.30220820f, GELU_CUBIC = 0.102943240f;
 
-// KIND 0: SiLU; 1: the tanh form of GELU. Of an infinity of either sign the result is no number, or infinite.
+// Return the activation of g: SiLU (KIND 0) or the tanh form of GELU (1). For an infinite g it is NaN or infinite.
 template <int KIND>
 __device__ __forceinline__ float activated(float g) {
     const float turns = KIND ? g * fmaf(g * g, -GELU_CUBIC, -GELU_LINEAR) : g * -LOG2_E;

@@ -4,16 +4,16 @@
 
 namespace ptxlab {
 
-// The next kernel on the stream, if it was launched programmatically, may begin once every block has said so or ended.
-// It sees what this one writes only behind its own wait, so this may stand at the very beginning.
+// Let the next kernel on the stream begin, if it was launched programmatically, once every block has called this or
+// ended. It sees what this kernel writes only after its own wait, so this may stand at the very beginning.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Until the kernel before on the stream has ended and what it wrote can be seen: by this thread, and by those that
-// synchronise with it. Before, nothing that it writes may be read, and nothing written to global memory. Some thread of
+// Wait until the previous kernel on the stream has ended and what it wrote is visible to this thread, and to those that
+// synchronise with it. Before the wait, read nothing that it writes, and write nothing to global memory. Some thread of
 // the grid has to wait even where there is nothing to do: the next kernel's wait is for this one alone, not for those
 // before it.
 __device__ __forceinline__ void wait_for_predecessors() {

@@ -1,5 +1,5 @@
-// Sums of a group of channels under wgmma, which begin at 1.5 * 2^23, scaled into f32 totals; and the warp group that loads
-// for those that multiply.
+// Scale wgmma's sums over a group of channels, which begin at 1.5 * 2^23, into f32 totals; and the main loop of the
+// warp group that loads for those that multiply.
 #pragma once
 #include <cuda_fp16.h>
 
@@ -11,13 +11,14 @@
 
 namespace ptxlab {
 
-constexpr int ZERO = 0x4b400000;  // what a sum begins at: as bits SHIFT, whose last bit counts 1
+constexpr int ZERO = 0x4b400000;  // initial value of a sum: the bits of SHIFT, whose last bit counts 1
 
-// By the number of warp groups that multiply: registers of their threads, and of those that load, together what the block
-// begins with. With one warp group they stay as they are.
+// Registers of a consumer's thread and of a producer's, by the number of warp groups that multiply; together what the
+// block begins with. With one warp group they stay as they are.
 constexpr int CONSUMER_REGISTERS[] = {0, 0, 232, 152, 104}, PRODUCER_REGISTERS[] = {0, 0, 40, 56, 64};
 
-// The words of 64 channels as the operands of two wgmmas: s4 in the upper halves of bytes, so that they count 16 times.
+// Unpack a lane's weights of 64 channels into operand A of two wgmmas: each s4 in the upper half of a byte, so that it
+// counts 16 times.
 __device__ __forceinline__ void upper_halves(unsigned (*a)[4], uint4 packed) {
     const unsigned words[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
@@ -27,10 +28,10 @@ __device__ __forceinline__ void upper_halves(unsigned (*a)[4], uint4 packed) {
     }
 }
 
-// `groups` groups of STEPS wgmmas in turn, AT_ONCE side by side: fetch(a, rows, i) loads the weights of group i and the
-// scales of their rows, and returns the descriptor of X, FURTHER units on for every second step; finish(sum, rows, i)
-// scales the sums. Meanwhile other warp groups multiply or scale. Several at once are for few sums, which take less time
-// than a wgmma's latency.
+// Multiply `groups` groups of STEPS wgmmas, AT_ONCE groups at a time, and scale their sums. fetch(a, rows, i) loads the
+// weights of group i and the scales of their rows, and returns the descriptor of X, FURTHER units on for every second
+// step; finish(sum, rows, i) scales the sums. Meanwhile other warp groups multiply or scale. Several at once are for
+// few sums, which take less time than a wgmma's latency.
 template <int AT_ONCE, int STEPS, int FURTHER, int SUMS, class Fetch, class Finish>
 __device__ __forceinline__ void scale_groups(int groups, const Fetch& fetch, const Finish& finish TIMELINE_PARAMETER) {
     int group = 0;
@@ -69,8 +70,9 @@ __device__ __forceinline__ void scale_groups(int groups, const Fetch& fetch, con
             [&](const int (&sum)[SUMS], unsigned rows, int i) { finish(sum, rows, group + i); } TIMELINE_ARGUMENT);
 }
 
-// The scales of a tile's tokens for one group, each the first of eight halves, as floats in the order in which
-// `add_group` takes them: sixteen tokens 8 j + 2 t + c are four times t, one for each thread of a quad, of j and c.
+// Convert the scales of a tile's tokens for one group, each the first of eight halves, to floats in the order in which
+// `add_group` takes them: of sixteen tokens 8 j + 2 t + c those of a thread t of a quad are four neighbours, by j and
+// c.
 template <int TOKENS>
 constexpr int SPREAD_BYTES = (TOKENS + 15) / 16 * 64;
 template <int TOKENS, int THREADS>
@@ -80,8 +82,9 @@ __device__ __forceinline__ void spread_scales(float* spread, const __half* scale
         spread[m / 16 * 16 + m / 2 % 4 * 4 + m / 8 % 2 * 2 + m % 2] = m < TOKENS ? __half2float(scales[m * 8]) : 0.0f;
 }
 
-// total += sum * (x * w) for a warp's 16 rows sum from ZERO on; `spread`: where spread_scales has put the tokens'
-// scales. A product counts UNIT times. INT4: both operands are, and their sums have 14 bits: times an f16, exact.
+// total += sum * (x * w) for a warp's 16 rows, where `sum` counts from ZERO. `spread`: shared address of the scales
+// that spread_scales has stored. A product counts UNIT times. INT4: both operands are, and their sums have 14 bits:
+// times an f16, exact.
 template <bool INT4, int UNIT, int SUMS>
 __device__ __forceinline__ void add_group(float (&total)[SUMS], const int (&sum)[SUMS], unsigned row_scales,
                                           unsigned spread) {
@@ -104,9 +107,9 @@ __device__ __forceinline__ void add_group(float (&total)[SUMS], const int (&sum)
     }
 }
 
-// All stages of a block's tiles, by the four warps that load: an elected thread of warp 0 asks for weights, load_w(row tile,
-// stage, stage slot, barrier), one of warp 1 for activations, load_x(first token, stage, stage slot, barrier); when both
-// have come, warps 2 and 3 prepare(stage, stage slot, index of the slot).
+// Load all stages of a block's tiles, by the four warps that load: an elected thread of warp 0 copies weights,
+// load_w(row tile, stage, stage slot, barrier), one of warp 1 activations, load_x(first token, stage, stage slot,
+// barrier); when both have arrived, warps 2 and 3 prepare(stage, stage slot, index of the slot).
 template <int STAGE_BYTES, int SLOTS, class LoadW, class LoadX, class Prepare>
 __device__ __forceinline__ void load_tiles(Slot<SLOTS>& slot, unsigned char* ring, u64* full, u64* empty, int tiles,
                                            int token_tiles, int row_tiles, int tokens, int stages, int warp,

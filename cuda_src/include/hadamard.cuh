@@ -1,13 +1,14 @@
-// Rotates queries and keys by a Hadamard matrix: what a cache whose keys are rotated needs on both sides.
+// Rotation of queries and keys by a Hadamard matrix, for a cache whose keys are rotated.
 #pragma once
 #include "pack.cuh"
 
 namespace ptxlab {
 
-// Rotates a head in place: each block of min(HEAD_DIM, 128) dims by the Hadamard matrix in Sylvester's order over the root of
-// the block. LANES neighbouring lanes share the head. Element i of a lane is dim (i / RUN * LANES + lane) * RUN + i %
-// RUN. First sums and differences of dims 1 apart, then 2, 4 .. apart, at last a product with the scale: each is rounded
-// to f32, so that every kernel and `reference.rotate_heads` give the same bits. All lanes of the warp take part.
+// Rotate a head in place: multiply each block of min(HEAD_DIM, 128) dims by the Hadamard matrix in Sylvester's order
+// over the root of the block's size. LANES neighbouring lanes share the head. Element i of a lane is dim (i / RUN *
+// LANES + lane) * RUN + i % RUN. First sums and differences of dims 1 apart, then 2, 4 .. apart, at last a product with
+// the scale: each is rounded to f32, so that every kernel and `reference.rotate_heads` give the same bits. All lanes of
+// the warp take part.
 template <int RUN, int LANES, int COUNT>
 __device__ __forceinline__ void rotate_head(float (&x)[COUNT], int lane) {
     constexpr int kDims = COUNT * LANES, kBlock = kDims < 128 ? kDims : 128;
@@ -35,8 +36,8 @@ __device__ __forceinline__ void rotate_head(float (&x)[COUNT], int lane) {
     for (int i = 0; i < COUNT; ++i) x[i] = __fmul_rn(x[i], kScale);
 }
 
-// Rotates a lane's words of a query in place, likewise. Returns the largest magnitude of what the lane has; of a NaN a
-// NaN.
+// Rotate a lane's words of a query in place by `rotate_head`. Return the largest magnitude of the lane's elements, or
+// NaN if one of them is.
 template <int RUN, int LANES, int WORDS, int PER_WORD>
 __device__ __forceinline__ float rotate_query(float (&x)[WORDS][PER_WORD], int lane) {
     float (&dims)[WORDS * PER_WORD] = reinterpret_cast<float (&)[WORDS * PER_WORD]>(x);

@@ -7,12 +7,12 @@
 
 namespace ptxlab {
 
-// What a token's features are multiplied out with: scale, zero.
+// Load a token's constants (scale, zero point) from its page.
 __device__ __forceinline__ __half2 kv4_constants(const unsigned char* page, int token) {
     return *reinterpret_cast<const __half2*>(page + 64 * 64 + token * 4);
 }
 
-// The 32 elements of a lane without their zero point, in order, exact; the scale is still missing.
+// Convert a lane's 32 nibbles to f32 in order and subtract the zero point, exact; the scale is not yet applied.
 __device__ __forceinline__ void dequant_kv4(float (&x)[32], const uint4& nibbles, __half zero) {
     const unsigned words[4] = {nibbles.x, nibbles.y, nibbles.z, nibbles.w};
     const uint2 bias = bias_u4_f16(zero);

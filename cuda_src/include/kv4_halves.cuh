@@ -5,7 +5,7 @@
 
 namespace ptxlab {
 
-// Nibbles of a word without their zero point, exact: (e0, e2), (e1, e3), (e4, e6), (e5, e7).
+// The nibbles of a word minus their zero point, exact: (e0, e2), (e1, e3), (e4, e6), (e5, e7).
 struct Halves {
     __half2 pair[4];
 
@@ -15,12 +15,12 @@ struct Halves {
     }
 };
 
-// Where the two halves of pair i of a word lie among its eight dims.
+// Dims of the low and the high half of pair i, among the eight of a word.
 __device__ __forceinline__ constexpr int low_of(int i) { return i / 2 * 4 + i % 2; }
 __device__ __forceinline__ constexpr int high_of(int i) { return low_of(i) + 2; }
 
-// A lane's part of a query in the order of Halves, scaled by a power of two so that the largest element of the row, which
-// PARTS lanes have, is in [1, 2). Returns that power.
+// Load a lane's part of a query in the order of Halves, scaled by a power of two so that the largest element of the
+// row, which PARTS lanes share, is in [1, 2). Return that power.
 template <int PARTS>
 __device__ __forceinline__ float load_scaled(__half2 (&query)[4][4], const __half* elements) {
     float largest = 0;
@@ -38,7 +38,8 @@ __device__ __forceinline__ float load_scaled(__half2 (&query)[4][4], const __hal
     return power;
 }
 
-// The product of a lane's parts of a query and a key: two products per instruction, four of a word added up in f16.
+// Return the dot product of a lane's parts of a query and a key, without the key's scale: two products per instruction,
+// the four pairs of a word added up in f16.
 __device__ __forceinline__ float multiply_halves(const __half2 (&query)[4][4], const uint4& key, __half zero) {
     const unsigned words[4] = {key.x, key.y, key.z, key.w};
     const uint2 bias = bias_u4_f16(zero);
@@ -54,8 +55,8 @@ __device__ __forceinline__ float multiply_halves(const __half2 (&query)[4][4], c
     return dot;
 }
 
-// sums += score * per_weight times a lane's part of a value, in f16. The score is loaded here: by value ptxas orders the
-// loads otherwise.
+// Add score * per_weight times a lane's part of a value to `sums`, in f16: per_weight brings weights into the range of
+// f16. The score is loaded here: by value ptxas orders the loads otherwise.
 __device__ __forceinline__ void add_weighted(__half2 (&sums)[4][4], const float& score, float per_weight,
                                              const uint4& value, __half zero) {
     const unsigned words[4] = {value.x, value.y, value.z, value.w};
@@ -69,7 +70,7 @@ __device__ __forceinline__ void add_weighted(__half2 (&sums)[4][4], const float&
     }
 }
 
-// These sums in f32, added to a lane's 32 in order.
+// Add the f16 sums of `add_weighted` to a lane's 32 f32 accumulators, in order.
 __device__ __forceinline__ void add_halves(float (&acc)[32], const __half2 (&sums)[4][4]) {
 #pragma unroll
     for (int w = 0; w < 4; ++w)

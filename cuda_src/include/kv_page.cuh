@@ -1,25 +1,26 @@
-// What the attention kernels read of a paged KV cache: a head's keys, or values, of one page, and how their integers are
-// put on the tensor cores and taken back.
+// A paged KV cache as the attention kernels read it: the layout of a head's keys or values of one page, and how the
+// zero points and scales of its integers are applied to sums.
 #pragma once
 #include "parts.cuh"
 #include "scores.cuh"
 
 namespace ptxlab {
 
-constexpr u32 kNeutralConstants = 0x00003c00;  // scale 1, zero 0: of tokens behind the end
+constexpr u32 kNeutralConstants = 0x00003c00;  // scale 1, zero 0: for tokens beyond the end
 
 __device__ __forceinline__ float low_half(u32 pair) { return __low2float(as_half2(pair)); }
 __device__ __forceinline__ float high_half(u32 pair) { return __high2float(as_half2(pair)); }
 __device__ __forceinline__ u32 half_pair(float low, float high) { return as_bits(__floats2half2_rn(low, high)); }
 
-// An element of a word of two, f16 or bf16.
+// Convert half `half` of a word (0: the low one) to f32 from f16, or from bf16 if BFLOAT16.
 template <bool BFLOAT16>
 __device__ __forceinline__ float element(u32 word, int half) {
     const u32 bits = half ? word >> 16 : word & 0xffff;
     return BFLOAT16 ? __uint_as_float(bits << 16) : low_half(bits);
 }
 
-// PAGE_TOKENS rows of DIMS integers, then (scale, zero) f16 of each token unless constants are per channel.
+// Layout of a page: PAGE_TOKENS rows of DIMS integers, then (scale, zero) f16 of each token unless constants are per
+// channel.
 template <int DIMS, int PAGE_TOKENS, int BITS_PER_INTEGER, bool PER_CHANNEL>
 struct KvPage {
     static constexpr int kRowBytes = DIMS * BITS_PER_INTEGER / 8;
@@ -28,7 +29,7 @@ struct KvPage {
     static constexpr bool kSigned = BITS_PER_INTEGER == 8 && PER_CHANNEL;
     static constexpr u32 kSignBits = kSigned ? 0x80808080u : 0;  // turns s8 into u8 with a zero of 128
 
-    // Where a token's row, and its (scale, zero), begin. Tokens of the next pages lie in the next kBytes.
+    // Byte offsets of a token's row and of its (scale, zero). Tokens of the next page lie kBytes further on.
     __device__ __forceinline__ static int row_offset(int token) {
         return token / PAGE_TOKENS * kBytes + token % PAGE_TOKENS * kRowBytes;
     }
@@ -36,8 +37,9 @@ struct KvPage {
         return token / PAGE_TOKENS * kBytes + PAGE_TOKENS * kRowBytes + token % PAGE_TOKENS * 4;
     }
 
-    // Takes the zero points off a row's sums of weights times integers, which still have to be multiplied by
-    // `correction`, and multiplies by the scales. Constants are those of the head's channels.
+    // Turn a row's sums of weights times integers into sums of weights times values: multiply by `correction`, subtract
+    // zero_sum times the zero points, multiply by the scales. `scales` and `zeros`: of the head's channels, read if
+    // constants are per channel.
     __device__ __forceinline__ static void restore(Row<DIMS>& row, float zero_sum, float correction,
                                                    const float* scales, const float* zeros) {
 #pragma unroll
@@ -56,7 +58,7 @@ struct KvPage {
     }
 };
 
-// Writes the results of sequences of no tokens, which no block has work of: zeros, and lse -infinity.
+// Store the results of sequences without tokens, which are no block's work: zeros, and lse -infinity.
 __device__ __forceinline__ void store_empty_sequences(unsigned short* out, float* lse, const int* lengths,
                                                       int sequences, int rows, int dims, int thread, int threads) {
     for (int s = blockIdx.x; s < sequences; s += gridDim.x)

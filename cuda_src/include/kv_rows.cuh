@@ -21,7 +21,7 @@ struct Select<false, Then, Else> {
     using type = Else;
 };
 
-// The extremes of a row, or of a part of it.
+// Largest value and negated smallest value of a row, or of one lane's values of it.
 struct Extremes {
     float largest, minus_smallest;
 
@@ -31,7 +31,7 @@ struct Extremes {
     }
 };
 
-// So many f32 from a place that is a multiple of 16 bytes.
+// Load N f32 from an address aligned to 16 bytes.
 template <int N>
 __device__ __forceinline__ void load(float (&destination)[N], const float* source) {
 #pragma unroll
@@ -39,9 +39,9 @@ __device__ __forceinline__ void load(float (&destination)[N], const float* sourc
         reinterpret_cast<float4*>(destination)[i] = reinterpret_cast<const float4*>(source)[i];
 }
 
-// x / s as IEEE rounds it, for an s of f16 (and a quotient that is not tiny). 1/s is known to 2^-46 of itself, and a
-// quotient by 11 bits that is not a float keeps 2^-36 of itself from where the rounding turns: it is m * s that x is
-// not, with m of 25 bits half-way between two floats.
+// Divides by an f16 scale s as IEEE rounds x / s, for quotients that are not tiny. high + low is 1 / s to a relative
+// error of 2^-46. That is enough: a midpoint m of two floats has 25 bits and s has 11, so x differs from the product of
+// m and s, of 36 bits, and x / s is at least 2^-36 of itself away from m.
 struct Reciprocal {
     float high, low;
 
@@ -51,7 +51,7 @@ struct Reciprocal {
     __device__ __forceinline__ float operator()(float x) const { return fmaf(x, high, __fmul_rn(x, low)); }
 };
 
-// x / s as IEEE rounds it, of any s.
+// Divides by any scale s as IEEE rounds x / s.
 struct ExactQuotient {
     float s;
 
@@ -59,15 +59,15 @@ struct ExactQuotient {
     __device__ __forceinline__ float operator()(float x) const { return __fdiv_rn(x, s); }
 };
 
-// The same of an s that fits, in so far as a level depends on it. With r = RN(1/s) a quotient x * r, which is wrong by
-// less than two units in the last place, is right after one correction (Markstein; every x and s of f32 that come close
-// enough to where the rounding turns were tried). The remainder of a quotient beyond 1/4 does not underflow. A product
-// that is infinite is cut off if positive, so that it stays so; if negative it ends as NaN, which gets the lowest level
-// as well.
+// Divides by a scale s that `fit` admits: the quotient is x / s as IEEE rounds it, as far as a level depends on it.
+// With r = RN(1/s) a product x * r is wrong by less than two units in the last place, and one correction makes it right
+// (Markstein; every x and s of f32 close enough to a midpoint was tried). The remainder of a quotient above 1/4 does
+// not underflow. A positive infinite product is clamped to 2^100, so that the correction leaves it positive; a negative
+// one ends as NaN, which gets the lowest level as well.
 struct CorrectedQuotient {
     float s, r;
 
-    // 2^-100 <= s <= 2^100, as bits, which are ordered like numbers; never of a NaN.
+    // Return whether every scale is in 2^-100 .. 2^100; false for NaN. Compares bits, which are ordered like numbers.
     template <int N>
     __device__ __forceinline__ static bool fit(const float (&scales)[N]) {
         const unsigned low = __float_as_int(0x1p-100f), high = __float_as_int(0x1p100f);
@@ -85,37 +85,38 @@ struct CorrectedQuotient {
     }
 };
 
-// The integer next to a quotient of more than -2^22.
+// Round a quotient above -2^22 to the nearest integer.
 __device__ __forceinline__ int round_to_level(float quotient) {
     return __float_as_int(__fadd_rn(quotient, SHIFT)) - __float_as_int(SHIFT);
 }
 
-// Rows of a variant: dims of a head, tokens of a page, bits of an integer; constants per channel, or per token and head;
-// f16 or bf16; s32 or s64 slots and positions; keys that RoPE rotates; rows of a thread; keys that a Hadamard matrix
-// rotates, behind RoPE.
+// Loads, rotates, quantises and stores the rows of one variant: dims of a head; tokens of a page; bits of an integer;
+// constants per channel, or per token and head; bf16 or f16; s64 or s32 slots and positions; keys rotated by RoPE; rows
+// per thread; keys rotated by a Hadamard matrix after RoPE.
 template <int DIMS, int PAGE_TOKENS, int BITS_PER_INTEGER, bool PER_CHANNEL, bool BFLOAT16, bool WIDE_INDEX,
           bool ROPE_KEYS, int ROWS_PER_THREAD, bool HADAMARD_KEYS>
 struct KvRows {
     using Page = KvPage<DIMS, PAGE_TOKENS, BITS_PER_INTEGER, PER_CHANNEL>;
     using Index = typename Select<WIDE_INDEX, long long, int>::type;
     using Pair = typename Select<BFLOAT16, __nv_bfloat162, __half2>::type;
-    using Half = typename Select<PER_CHANNEL, uint2, uint4>::type;  // half of a lane's values of a row, as they come
+    using Half = typename Select<PER_CHANNEL, uint2, uint4>::type;  // half of a lane's values of a row, as stored
 
     static constexpr int kRows = ROWS_PER_THREAD;
     static constexpr int kValues = PER_CHANNEL ? 8 : 16, kPairs = kValues / 2;  // of a lane
-    // Lanes of a row; of them, those that answer for the same row in the end.
+    // Lanes of a row; lanes that own the same row after `reduce_over_lanes`.
     static constexpr int kLanes = DIMS / kValues, kOwners = kLanes / kRows;
-    static constexpr int kTokens = PER_CHANNEL ? kRows : 1;  // that a thread has rows of
+    static constexpr int kTokens = PER_CHANNEL ? kRows : 1;  // whose rows a thread has
     static constexpr int kLevels = BITS_PER_INTEGER == 4 ? 15 : 255;
-    static constexpr int kUnitBytes = 32;  // bytes, of which rows and pages are multiples
+    static constexpr int kUnitBytes = 32;  // unit of offsets: rows and pages are multiples of it
     static constexpr unsigned kNowhere = ~0u;
-    static constexpr bool kStreamed = ROPE_KEYS && kRows > 1;  // rows are evicted first
-    // Blocks of a multiprocessor at least: 64, 80 or 128 registers.
+    static constexpr bool kStreamed = ROPE_KEYS && kRows > 1;  // rows are loaded and stored evict-first
+    // Minimum of blocks per SM, which leaves a thread 64, 80 or 128 registers.
     static constexpr int kBlocks = kRows < 4 ? 4 : PER_CHANNEL ? 3 : 2;
     static_assert(!(HADAMARD_KEYS && PER_CHANNEL), "constants by channel are those of keys that are not rotated");
 
-    // Where a thread is: a lane of a group that shares kRows rows. By channel these are tokens of one head; by head and
-    // token they are heads of one token, so that kRows groups have kRows tokens. A block has one tile of kRows tokens.
+    // Position of a thread: a lane of a group of kLanes lanes that shares kRows rows. With constants per channel these
+    // are kRows tokens of one head; per token and head they are kRows heads of one token, so that kRows groups cover
+    // kRows tokens. A block has one tile of kRows tokens.
     struct RowLanes {
         int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
 
@@ -127,11 +128,11 @@ struct KvRows {
         }
     };
 
-    // A lane's values of a row as they come.
+    // A lane's values of a row as stored: f16 or bf16.
     struct StoredValues {
         Half halves[2];
 
-        // `lane_values`: where the lane's first values of the row lie.
+        // `lane_values`: address of the lane's first values of the row.
         __device__ __forceinline__ void load_from(const Half* lane_values) {
             halves[0] = read(lane_values), halves[1] = read(lane_values + kLanes);
         }
@@ -165,7 +166,7 @@ struct KvRows {
         }
     };
 
-    // How a token's position turns a lane's pairs.
+    // Cosines and sines by which RoPE rotates a lane's pairs at a token's position.
     struct Rotation {
         float cos[kPairs], sin[kPairs];
 
@@ -185,8 +186,8 @@ struct KvRows {
         }
     };
 
-    // A lane's values of a key as they are quantised: in f32, turned by the token's position if ROPE_KEYS, rotated by the
-    // Hadamard matrix if HADAMARD_KEYS.
+    // Convert a lane's values of a key to f32; rotate them by RoPE if ROPE_KEYS, then by the Hadamard matrix if
+    // HADAMARD_KEYS.
     static __device__ __forceinline__ FloatValues prepare_key(const StoredValues& x, const Rotation& rotation,
                                                               int lane) {
         FloatValues y;
@@ -215,14 +216,15 @@ struct KvRows {
         else *static_cast<T*>(destination) = value;
     }
 
-    // Where a thread's rows go, in units from `pages` on, or kNowhere. By head and token also where the first token's
-    // constants of the row that the lane answers for begin, unless another lane stores them, and the token's offset in
-    // the page.
+    // Offsets of a thread's rows in the pool, in units of kUnitBytes from `pages` on, or kNowhere for rows that are not
+    // stored. With constants per token and head also `constants`, where the constants of the page of the owned row
+    // begin (kNowhere unless this lane stores them), and `offset`, the token's index in the page.
     struct Places {
         unsigned char* pages;
         unsigned rows[kRows], constants, offset;
 
-        // Of heads from `head` on (by head and token) or of tokens (by channel), by their slots.
+        // Compute `pages` and `rows` from slots: rows of heads from `head` on (constants per token and head) or of
+        // tokens (per channel).
         __device__ __forceinline__ void of_rows(unsigned char* pool, const Index (&slot)[kTokens], bool is_v, int head,
                                                 int heads) {
             const unsigned pitch = 2 * heads * Page::kBytes;
@@ -238,6 +240,7 @@ struct KvRows {
             }
         }
 
+        // Compute `constants` and `offset` of the row that the lane owns.
         __device__ __forceinline__ void of_constants(Index slot, int head, int heads, int lane) {
             const unsigned pitch = 2 * heads * Page::kBytes;
             const int answered_row = lane / kOwners;
@@ -250,7 +253,7 @@ struct KvRows {
         }
     };
 
-    // A lane's levels to their places in row i.
+    // Store a lane's 16 levels of row i.
     static __device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[16]) {
         if (places.rows[i] == kNowhere) return;
         unsigned char* row = places.pages + size_t(places.rows[i]) * kUnitBytes;
@@ -263,8 +266,8 @@ struct KvRows {
         }
     }
 
-    // The same of 8 values. Of 4 bits they are half of a word in each half of the row: two neighbours exchange one of
-    // these each.
+    // Store a lane's 8 levels of row i. With 4 bits these are half a word in each half of the row: two neighbours
+    // exchange one of them each, so that each stores a whole word.
     static __device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[8]) {
         const unsigned first_word = bytes_of<0>(q), second_word = bytes_of<0>(q + 4);
         const bool odd = lane % 2;
@@ -281,15 +284,15 @@ struct KvRows {
         }
     }
 
-    // What the owner of row i says.
+    // Broadcast the value of the first lane that owns row i to all lanes of the group.
     template <class T>
     static __device__ __forceinline__ T take_from_owner(T value, int i) {
         return __shfl_sync(~0u, value, i * kOwners, kLanes);
     }
 
-    // The extremes of the row that the lane answers for, of the parts that the row's lanes have.
+    // Reduce the extremes of kRows rows over the lanes of a group; return those of the row that the lane owns.
     static __device__ __forceinline__ Extremes reduce_over_lanes(Extremes (&e)[kRows], int lane) {
-        int rows_left = kRows;  // rows that a lane answers for
+        int rows_left = kRows;  // rows that a lane still holds
 #pragma unroll
         for (int mask = kLanes / 2; mask > 0; mask /= 2) {
             const bool divided = rows_left > 1, upper = lane & mask;
@@ -305,7 +308,7 @@ struct KvRows {
         return e[0];
     }
 
-    // Rows with constants of their own.
+    // Quantise and store rows with a scale and a zero point per row, which are computed here.
     template <class Row>
     static __device__ __forceinline__ void append_by_token(const Row (&rows)[kRows], const Places& places, int lane) {
         Extremes e[kRows];
@@ -334,7 +337,7 @@ struct KvRows {
         }
     }
 
-    // The constants of a lane's channels. Of 8 bits there are no zeros.
+    // Scales and zero points of a lane's channels; with 8 bits there are no zero points.
     struct Channels {
         float scale[kValues], zero[kValues];
 
@@ -349,8 +352,8 @@ struct KvRows {
         }
     };
 
-    // Rows with the constants of their channels: any scales, zeros in 0..kLevels. What is below the levels, or no
-    // number, becomes the lowest.
+    // Quantise and store rows with given constants per channel: any scales, zero points in 0..kLevels. Values below the
+    // lowest level, and NaN, get the lowest level.
     template <class Quotient, class Row>
     static __device__ __forceinline__ void append_by_channel(const Row (&rows)[kRows], const Places& places,
                                                              const Channels& channels, int lane) {
@@ -371,7 +374,8 @@ struct KvRows {
         }
     }
 
-    // A function, not a lambda with an `auto` parameter: some versions of NVRTC take the latter for a host function.
+    // Quantise and store rows with the variant's kind of constants. A function, not a lambda with an `auto` parameter:
+    // some versions of NVRTC take the latter for a host function.
     template <class Row>
     static __device__ __forceinline__ void append(const Row (&rows)[kRows], const Places& places,
                                                   const Channels& channels, int lane) {

@@ -7,12 +7,13 @@ namespace ptxlab {
 
 using u64 = unsigned long long;
 
-// What a kernel takes by value, `const __grid_constant__ TensorMap`, to have a box of a matrix copied.
+// A tensor map: a kernel takes it by value, `const __grid_constant__ TensorMap`, and has boxes of a matrix copied by
+// it.
 struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
-// A place of a ring of COUNT, and the parity of its current round.
+// A slot of a ring of COUNT slots, and the parity of its current round.
 template <int COUNT>
 struct Slot {
     int index = 0, parity = 0;
@@ -25,7 +26,7 @@ __device__ __forceinline__ void mbarrier_init(u64* barrier, unsigned arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// Makes the initialisation visible to the other blocks of the cluster, behind its next barrier.
+// Make the initialisation of mbarriers visible to the other blocks of the cluster, after its next barrier.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -34,13 +35,13 @@ __device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Arrive, and have the phase wait for `bytes` more from the copy engine.
+// Arrive, and let the phase wait for `bytes` more from the copy engine.
 __device__ __forceinline__ void mbarrier_arrive_expect(u64* barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
 }
 
-// True in one lane of a warp that is all here: the compiler knows that what follows runs once, and needs no loop over
+// Return true in one lane of a converged warp: the compiler knows that what follows runs once, and needs no loop over
 // lanes.
 __device__ __forceinline__ bool elect() {
     unsigned elected;
@@ -49,7 +50,7 @@ __device__ __forceinline__ bool elect() {
     return elected;
 }
 
-// Until the phase of this parity is complete.
+// Wait until the phase of this parity is complete.
 __device__ __forceinline__ void mbarrier_wait(u64* barrier, unsigned parity) {
     asm volatile(
         "{\n"
@@ -62,8 +63,8 @@ __device__ __forceinline__ void mbarrier_wait(u64* barrier, unsigned parity) {
         : "memory");
 }
 
-// `bytes` (a multiple of 16) from global to shared memory. Addresses of shared memory, so that a loop can count them
-// up.
+// Copy `bytes` (a multiple of 16) from global to shared memory; they count at an mbarrier. The first form takes
+// addresses of shared memory, so that a loop can count them up.
 __device__ __forceinline__ void bulk_load(unsigned destination, const void* source, unsigned bytes, unsigned barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
@@ -74,7 +75,7 @@ __device__ __forceinline__ void bulk_load(void* destination, const void* source,
     bulk_load(shared_address(destination), source, bytes, shared_address(barrier));
 }
 
-// The same for what is read once: the L2 may forget it first (the policy is createpolicy's evict_first of everything).
+// Copy likewise what is read once: the L2 may forget it first (the policy is createpolicy's evict_first of everything).
 __device__ __forceinline__ void bulk_load_once(void* destination, const void* source, unsigned bytes, u64* barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
@@ -83,7 +84,8 @@ __device__ __forceinline__ void bulk_load_once(void* destination, const void* so
         : "memory");
 }
 
-// The map's box from (row, column) on; what lies outside the matrix comes as zeros, and counts as bytes all the same.
+// Copy the map's box from (row, column) on to shared memory; what lies outside the matrix comes as zeros, and counts as
+// bytes all the same.
 __device__ __forceinline__ void tensor_load(unsigned destination, const TensorMap* map, int column, int row,
                                             unsigned barrier) {
     asm volatile(

@@ -1,6 +1,6 @@
-// COMET's mixed tiles shared out among blocks: a tile is a part of Y (ROWS of W by COLUMNS tokens) over one block of 128
-// channels, whose activations are INT4 or INT8. Which block of the grid has which tiles is the kernel's; here is what
-// a tile takes, and how parts of Y are put together from the sums of all their tiles.
+// COMET's mixed tiles, divided among blocks: a part of Y is ROWS of W by COLUMNS tokens, and a tile is a part of Y over
+// one block of 128 channels, whose activations are INT4 or INT8. Each kernel says which block of the grid has which
+// tiles; here is how a tile is loaded and multiplied, and how a part of Y is computed from the sums of all its tiles.
 #pragma once
 #include "rows_sm80.cuh"
 
@@ -19,8 +19,8 @@ struct MixedOperands {
     __device__ __forceinline__ int blocks() const { return (K4 + K8) / 128; }
 };
 
-// Tiles by number: the INT8 tiles of all parts of Y, then their INT4 tiles; those of a part one after the other, parts
-// with the same tokens one after the other.
+// A tile by its number: the INT8 tiles of all parts of Y come first, then their INT4 tiles; those of a part one after
+// the other, parts with the same tokens one after the other.
 struct MixedTile {
     int part_index, block;
 
@@ -31,9 +31,10 @@ struct MixedTile {
     }
 };
 
-// Which tiles a block of the grid works on, by number, if an INT8 tile takes as long as INT8_COST INT4 tiles: the next tile
-// always goes to the block that is free first, of several to the lowest. So INT8 tiles go round; `early` blocks have
-// none of the last round, and take the next INT8_COST * early INT4 tiles meanwhile; then INT4 tiles go round.
+// The tiles that a block of the grid works on, by number, if an INT8 tile takes as long as INT8_COST INT4 tiles: the
+// next tile always goes to the block that is free first, of several to the lowest. So INT8 tiles go round; `early`
+// blocks have none of the last round, and take the next INT8_COST * early INT4 tiles meanwhile; then INT4 tiles go
+// round.
 template <int INT8_COST>
 struct RemappedTiles {
     const int blocks, me, int8, int4;  // blocks of the grid, this one; tiles of both kinds
@@ -46,14 +47,14 @@ struct RemappedTiles {
           early(late ? blocks - late : 0), meanwhile(min(INT8_COST * early, int4)), own8(share(int8, me, blocks)),
           own_meanwhile(early && me >= late ? share(meanwhile, me - late, early) : 0), rest(int4 - meanwhile) {}
 
-    // Of `count` things dealt out to so many, what the one with this number gets.
+    // Return how many of `count` items number `number` of `among` gets when they are dealt in turn.
     static __device__ __forceinline__ int share(int count, int number, int among) {
         return (count - number + among - 1) / among;
     }
 
     __device__ __forceinline__ int count() const { return own8 + own_meanwhile + share(rest, me, blocks); }
 
-    // The number of this block's tile i.
+    // Return the number of this block's tile i.
     __device__ __forceinline__ int operator[](int i) const {
         if (i < own8) return me + i * blocks;
         i -= own8;
@@ -62,7 +63,7 @@ struct RemappedTiles {
     }
 };
 
-// A tile's operands into a slot: 64 bytes of every row of W, and of X once or, of INT8, twice as many.
+// Copy a tile's operands into a slot: 64 bytes of every row of W, and of every row of X 64 (INT4) or 128 (INT8).
 template <class Tile>
 __device__ __forceinline__ void fetch_mixed(const Tile& tile, unsigned char* slot, const MixedOperands& operands,
                                             int block) {
@@ -77,7 +78,7 @@ __device__ __forceinline__ void fetch_mixed(const Tile& tile, unsigned char* slo
     }
 }
 
-// A tile's sums s32 [token][block][n], of an INT8 tile times 16.
+// Multiply a tile and store its sums s32 [token][block][n]; those of an INT8 tile are times 16.
 template <class Tile>
 __device__ __forceinline__ void multiply_mixed(const Tile& tile, const unsigned char* slot,
                                                const MixedOperands& operands, int block, int* sums) {
@@ -92,8 +93,8 @@ __device__ __forceinline__ void multiply_mixed(const Tile& tile, const unsigned 
     });
 }
 
-// Whether this is the last of the `total` pieces of a part of Y: then all of the part's sums are there. `counted` is 0
-// before the first piece and after the last.
+// Count `pieces` more of the `total` pieces of a part of Y; return true if these are the last: then all of the part's
+// sums are there. `counted` is 0 before the first piece and after the last.
 __device__ __forceinline__ bool is_last(unsigned* counted, unsigned pieces, unsigned total) {
     __syncthreads();  // the sums of all threads
     bool last = false;
@@ -109,7 +110,8 @@ __device__ __forceinline__ bool is_last(unsigned* counted, unsigned pieces, unsi
     return __syncthreads_or(last);
 }
 
-// A part of Y out of the sums of its tiles, in the order of the channels whoever made them: eight neighbours a thread.
+// Compute a part of Y from the sums of its tiles: scale them and add them up in the order of the channels, whichever
+// block made them; a thread has eight neighbours.
 template <int KIND, class Tile>
 __device__ __forceinline__ void put_together(const Tile& tile, const MixedOperands& operands, const int* sums,
                                              const float* bias, void* y) {

@@ -7,14 +7,15 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes, global -> shared, around the L1; zeros instead where `inside` is false (PTX ISA 9.7.9.25, src-size).
+// Copy 16 bytes from global to shared memory, around the L1; zeros instead where `inside` is false (PTX ISA 9.7.9.25,
+// src-size).
 __device__ __forceinline__ void cp_async_16(void* destination, const void* source, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(destination)), "l"(source),
                  "r"(inside ? 16 : 0)
                  : "memory");
 }
 
-// The same of 4 bytes, through the L1.
+// Copy 4 bytes likewise, through the L1.
 __device__ __forceinline__ void cp_async_4(void* destination, const void* source, bool inside) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(destination)), "l"(source),
                  "r"(inside ? 4 : 0)
@@ -28,7 +29,7 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements; lane 8 i + j gives the address of row j of matrix i.
+// Load four 8 x 8 matrices of 16-bit elements; lane 8 i + j gives the address of row j of matrix i.
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -36,7 +37,7 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* row) {
                  : "memory");
 }
 
-// The same turned over: a lane gets two elements of a column.
+// Load them transposed: a lane gets two elements of a column.
 __device__ __forceinline__ void ldmatrix_x4_transposed(unsigned (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -44,15 +45,15 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(unsigned (&r)[4], const v
                  : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements turned over: lane 8 i + j gives the address of column j of matrix i (PTX ISA
-// 9.7.14.5.16).
+// Store four 8 x 8 matrices of 16-bit elements transposed: lane 8 i + j gives the address of column j of matrix i (PTX
+// ISA 9.7.14.5.16).
 __device__ __forceinline__ void store_matrices_transposed(unsigned column, const unsigned (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(column), "r"(r[0]),
                  "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
 
-// Shared memory to registers, in this place: the compiler does not move it over other volatile instructions.
+// Load 16 bytes of shared memory, in this place: the compiler does not move the load over other volatile instructions.
 __device__ __forceinline__ uint4 load_shared_16(unsigned address) {
     uint4 q;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -67,7 +68,8 @@ __device__ __forceinline__ unsigned load_shared_4(unsigned address) {
     return q;
 }
 
-// d += A B: A [16, k], B [k, 8], of a row as much as 32 bytes hold; of 4-bit elements the low nibble comes first.
+// d += A B with A [16, k] and B [k, 8], where k elements fill 32 bytes; of two 4-bit elements in a byte the low nibble
+// comes first.
 #define PTXLAB_MMA(NAME, FORM)                                                                                         \
     __device__ __forceinline__ void NAME(int (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, \
                                          unsigned b1) {                                                                \

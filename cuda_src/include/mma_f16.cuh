@@ -13,7 +13,7 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// An 8 x 8 matrix of 16-bit elements, row g in lanes 4 g .. 4 g + 3, turned over (PTX ISA 9.7.14.5.17).
+// Transpose an 8 x 8 matrix of 16-bit elements, row g in lanes 4 g .. 4 g + 3 (PTX ISA 9.7.14.5.17).
 __device__ __forceinline__ u32 transposed(u32 row) {
     u32 column;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
@@ -22,7 +22,7 @@ __device__ __forceinline__ u32 transposed(u32 row) {
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
-// 2^x and log2 x; the first is 0 at -inf.
+// Return 2^x, 0 at -inf, and log2 x, both approximate.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -34,24 +34,24 @@ __device__ __forceinline__ float log2_approx(float x) {
     return y;
 }
 
-// Integers v without a sign as FP16 subnormals v * 2^-24, which tensor cores take exactly and at their full rate. An
-// MMA does not mind the order of what it sums up, and the 16 is folded into the other operand. Four bytes of a word:
-// halves (e0, e2), (e1, e3). 2 instructions.
+// Convert four unsigned bytes v of a word to FP16 subnormals v * 2^-24, which tensor cores take exactly and at their
+// full rate: halves (e0, e2), (e1, e3). An MMA does not mind the order of what it sums up. 2 instructions.
 __device__ __forceinline__ uint2 subnormal_u8(u32 q) { return {q & 0x00ff00ffu, __byte_perm(q, 0, 0x4341)}; }
-// Eight nibbles: halves (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7). 5 instructions, one of them not the
-// ALU's, which has the most to do.
+// Convert eight nibbles likewise: halves (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7); the 16 is folded into
+// the other operand. 5 instructions, one of them not the ALU's, which has the most to do.
 __device__ __forceinline__ uint4 subnormal_u4(u32 q) {
     const u32 up = __byte_perm(q, 0, 0x4341), high = up & 0x00f000f0u;
     return {q & 0x000f000fu, as_bits(__hsub2(as_half2(up), as_half2(high))), q & 0x00f000f0u, high};
 }
-// The same but for the high nibbles, which come in their bytes: the sums of the low ones have to be taken off the
+// Convert likewise, but leave the high nibbles in their bytes: the sums of the low ones have to be subtracted from the
 // bytes' sums. 4 instructions.
 __device__ __forceinline__ uint4 subnormal_u4_bytes(u32 q) {
     const uint2 bytes = subnormal_u8(q);
     return {bytes.x & 0x000f000fu, bytes.y & 0x000f000fu, bytes.x, bytes.y};
 }
 
-// A word's integers of 4 or 8 bits as pairs of operand halves; `subnormals_in_bytes` leaves high nibbles in their bytes.
+// Convert a word's integers of 4 or 8 bits to pairs of operand halves; `subnormals_in_bytes` leaves high nibbles in
+// their bytes.
 template <int BITS_PER_INTEGER>
 __device__ __forceinline__ void subnormals(u32 (&h)[16 / BITS_PER_INTEGER], u32 word) {
     if constexpr (BITS_PER_INTEGER == 4) {

@@ -3,20 +3,21 @@
 
 namespace ptxlab {
 
-// Until so many threads, whole warps, have come to the barrier.
+// Wait until `threads` threads, whole warps, have come to the barrier.
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Counts as having come, and does not wait for the others.
+// Arrive at the barrier without waiting for the others.
 __device__ __forceinline__ void arrive_threads(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// The 128 threads of one warp group alone.
+// Synchronise the 128 threads of one warp group.
 __device__ __forceinline__ void sync_warp_group(int group) { sync_threads(1 + group, 128); }
 
-// The same of two warp groups, by constants: so the compiler keeps a barrier of each, where one with registers would do.
+// Synchronise warp group 0 or 1 by an instruction with constants for each, so that the compiler keeps two instructions
+// where one with registers would do.
 __device__ __forceinline__ void sync_one_of_two(int group) {
     if (group == 0) asm volatile("bar.sync 1, 128;" ::: "memory");
     else asm volatile("bar.sync 2, 128;" ::: "memory");

@@ -1,5 +1,5 @@
 // The epilogue of every GEMM: eight neighbouring accumulators to f16 (OUT 0), bf16 (1), f32 (2) or as they are (3).
-// Of weights in strips two more, to f16 or bf16 (FUSED): SILU_MUL takes rows g and g + 8 of a strip, gate and up of a
+// With weights in strips two more, to f16 or bf16 (FUSED): SILU_MUL takes rows g and g + 8 of a strip, gate and up of a
 // feature, to silu(gate) up in f32, rounded once; ADD adds the rounded results to what lies there, as `rmsnorm_quantize`
 // would: the same bits.
 #pragma once
@@ -11,7 +11,7 @@ namespace ptxlab {
 
 constexpr int SILU_MUL = 1, ADD = 2;  // FUSED; 0: neither
 
-// Two neighbours, rounded to f16 (KIND 0) or bf16 (1).
+// Round two neighbours to f16 (KIND 0) or bf16 (1) and pack them into a word, the first in its low half.
 template <int KIND>
 __device__ __forceinline__ unsigned rounded_pair(float a, float b) {
     static_assert(KIND < 2, "16 bits each");
@@ -24,14 +24,14 @@ __device__ __forceinline__ unsigned rounded_pair(float a, float b) {
     }
 }
 
-// Eight neighbours likewise.
+// Round and pack eight neighbours likewise.
 template <int KIND>
 __device__ __forceinline__ uint4 rounded_8(const float* v) {
     return make_uint4(rounded_pair<KIND>(v[0], v[1]), rounded_pair<KIND>(v[2], v[3]), rounded_pair<KIND>(v[4], v[5]),
                       rounded_pair<KIND>(v[6], v[7]));
 }
 
-// Eight neighbours, rounded to f16 (KIND 0) or bf16 (1), or as they are (2).
+// Store eight neighbours, rounded to f16 (KIND 0) or bf16 (1), or as f32 (2).
 template <int KIND>
 __device__ __forceinline__ void store_8_floats(void* y, size_t index, const float (&v)[8]) {
     if constexpr (KIND == 2) {
@@ -43,8 +43,8 @@ __device__ __forceinline__ void store_8_floats(void* y, size_t index, const floa
     }
 }
 
-// Eight rounded results to Y, or with ADD added to what lies there: by the L2, which rounds each sum, so that nothing is
-// read and nobody waits.
+// Store eight rounded results to Y, or with ADD add them to what lies there: by the L2, which rounds each sum, so that
+// nothing is read and nobody waits.
 template <int KIND, int WITH>
 __device__ __forceinline__ void put_8(void* y, size_t index, const uint4& v) {
     uint4* destination = reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + index);
@@ -59,8 +59,8 @@ __device__ __forceinline__ void put_8(void* y, size_t index, const uint4& v) {
                      : "memory");
 }
 
-// y = acc * x_scale * w_scale + bias in f32, each operation rounded, then one rounding to the output. SILU_MUL: sixteen
-// accumulators, gates and then ups.
+// Store y = acc * x_scale * w_scale + bias of eight neighbours, in f32, each operation rounded, then one rounding to
+// the output; with KIND 3 store acc. SILU_MUL: sixteen accumulators, gates and then ups.
 template <int KIND, int WITH = 0>
 __device__ __forceinline__ void store_8(void* y, size_t index, const int* acc, float x_scale, const float* w_scale,
                                         const float* bias) {

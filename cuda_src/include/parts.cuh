@@ -1,5 +1,5 @@
-// A query's result in a warp's hands: one row of D sums, unnormalised, with the largest score and the sum of the
-// weights that they belong to.
+// One row of attention results in a warp: D unnormalised sums, the largest score, and the sum of the weights relative
+// to it.
 #pragma once
 #include "mailbox.cuh"
 #include "mma_f16.cuh"
@@ -8,8 +8,8 @@
 
 namespace ptxlab {
 
-// True in the last of `count` warps that come here, which then sees what all of them wrote before. The counter has to
-// be 0 at first.
+// Count a warp's arrival; return true in the last of `count` warps, which then sees what all of them wrote before. The
+// counter has to be 0 at first.
 __device__ __forceinline__ bool last_of(int* counter, int count) {
     int arrived = 0;
     __syncwarp();
@@ -20,7 +20,8 @@ __device__ __forceinline__ bool last_of(int* counter, int count) {
     return arrived == count - 1;
 }
 
-// Lane i has dims 4 i .. 4 i + 3 of each 128. Weights are 2^(score - largest), for scores in base 2.
+// An unnormalised row: lane i has dims 4 i .. 4 i + 3 of each 128. Weights are 2^(score - largest), for scores in base
+// 2.
 template <int DIM>
 struct Row {
     static constexpr int PIECES = (DIM + 127) / 128;
@@ -37,8 +38,9 @@ struct Row {
                 v[p].w += factor * addend[p].w;
     }
 
-    // Takes the statistics of the warps that have summed up the row, one per lane of each LANES: (largest score, sum of
-    // weights, sum of weights times zero points). Returns the factor of the lane's warp, and the sum of the last.
+    // Combine the statistics of the warps that share the row, one warp per lane of each LANES: (largest score, sum of
+    // weights, sum of weights times zero points). Set `largest`, `sum` and `zero_sum`; return the factor that rescales
+    // the sums of the lane's warp.
     template <int LANES>
     __device__ __forceinline__ float combine_stats(float4 stat, float& zero_sum) {
         largest = stat.x;
@@ -52,8 +54,8 @@ struct Row {
         return factor;
     }
 
-    // Adds the rows of the WARP_COUNT warps whose bits are set, `stride` floats apart, in the order of the lanes that have
-    // their factors: lane 0 has that of `first_warp`.
+    // Add the rows of those of WARP_COUNT warps whose bits are set, `stride` floats apart, times their factors, in the
+    // order of the lanes that have these: lane 0 has the factor of `first_warp`.
     template <int WARP_COUNT>
     __device__ __forceinline__ void add_warps(const float* rows, int stride, float factor, unsigned active_warps,
                                               int first_warp) {
@@ -69,7 +71,7 @@ struct Row {
         }
     }
 
-    // Workspace: sums f32 [parts, columns, D], (largest, sum) f32 [parts, columns, 2].
+    // Write the row to the workspace: sums f32 [parts, columns, D], (largest, sum) f32 [parts, columns, 2].
     __device__ __forceinline__ void write(float* partial, float2* stats, size_t index) const {
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
@@ -77,12 +79,13 @@ struct Row {
         if (threadIdx.x % 32 == 0) stats[index] = make_float2(largest, sum);
     }
 
-    // The parts of one row, put together in their order: those of `count` blocks, of which the first has it as its part
-    // 1, the others as part 0. Around the L1, since other blocks of the same grid may have written them.
+    // Read the parts of one row from the workspace and add them in order: of `count` blocks from `block` on, the first
+    // has its part 1 of it, the others their part 0. Loads bypass the L1, since other blocks of the same grid may have
+    // written the parts.
     static __device__ __forceinline__ Row merged(const float* partial, const float2* stats, int block, int count,
                                                  int columns, int column) {
         const auto part_index = [&](int i) { return ((block + i) * 2 + (i == 0)) * size_t(columns) + column; };
-        constexpr int AHEAD = 8;  // parts on their way at a time
+        constexpr int AHEAD = 8;  // parts loaded at a time
         Row row = {};
         row.largest = -infinity();
         for (int first_part = 0; first_part < count; first_part += AHEAD) {
@@ -102,7 +105,7 @@ struct Row {
         return row;
     }
 
-    // `count` parts more, or as many as there are.
+    // Add the first `count` of COUNT parts, or all of them: (largest, sum) `s` and sums `addends`.
     template <int COUNT>
     __device__ __forceinline__ void add_parts(const float2 (&s)[COUNT], const float4 (&addends)[COUNT][PIECES],
                                               int count) {
@@ -120,7 +123,7 @@ struct Row {
         }
     }
 
-    // To the block where the row begins, which takes it: into one part of sums u32 [parts, D] and (largest, sum) u32
+    // Post the row for the block where its unit begins: as one part of sums u32 [parts, D] and (largest, sum) u32
     // [parts, 2].
     __device__ __forceinline__ void hand_over(unsigned* partial, unsigned* stats, size_t index) const {
 #pragma unroll
@@ -129,8 +132,9 @@ struct Row {
         if (threadIdx.x % 32 == 0) post(stats + index * 2, make_float2(largest, sum));
     }
 
-    // What others hand over, or will, and go on without: `count` parts, in the order of the tokens, from
-    // `first_part` on, `stride` apart. ONE_BY_ONE their sum does not depend on how many others there are.
+    // Wait for `count` parts that other blocks have posted or will post, without waiting themselves; add them in the
+    // order of the tokens, from `first_part` on, `stride` apart, and clear them. With ONE_BY_ONE the sum does not
+    // depend on how many parts others post.
     template <bool ONE_BY_ONE = false>
     __device__ __forceinline__ void take_over(unsigned* partial, unsigned* stats, size_t first_part, int stride,
                                               int count) {
@@ -146,8 +150,8 @@ struct Row {
         }
     }
 
-    // Of these AHEAD at a time, as soon as they have come. A block does this once, and waits for its instructions: for
-    // few parts there are fewer.
+    // Add posted parts, AHEAD at a time, as soon as all of these have arrived. A block runs this once and waits for its
+    // instructions, so few parts have a version with fewer of them.
     template <int AHEAD, bool ONE_BY_ONE>
     __device__ __forceinline__ void add_posted(const unsigned* partial, const unsigned* stats, size_t first_part,
                                                int stride, int count) {
@@ -155,7 +159,7 @@ struct Row {
             float2 s[AHEAD];
             float4 addends[AHEAD][PIECES] = {};
             bool incomplete = true;
-            // at all of them: to wait for one after the other takes longer
+            // polls all of them: to wait for one after the other takes longer
             for (int looks = 0; incomplete && looks < PATIENCE; ++looks) {
                 incomplete = false;
 #pragma unroll
@@ -178,7 +182,7 @@ struct Row {
         }
     }
 
-    // One part more. Each operation is spelt out: it must round alike wherever this is inlined.
+    // Add one part. Each operation is spelt out: it must round alike wherever this is inlined.
     __device__ __forceinline__ void add_part(float2 s, const float4 (&addends)[PIECES]) {
         const float peak = fmaxf(largest, s.x), rescale = exp2_approx(largest - peak), factor = exp2_approx(s.x - peak);
         const auto added = [&](float a, float b) { return fmaf(factor, b, __fmul_rn(a, rescale)); };
@@ -189,7 +193,7 @@ struct Row {
                                added(v[p].w, addends[p].w));
     }
 
-    // Takes back the part that this warp has handed over.
+    // Read, and clear, the part that this warp has handed over.
     static __device__ __forceinline__ Row taken_back(unsigned* partial, unsigned* stats, size_t index) {
         Row row = {};
         float2 s;
@@ -204,8 +208,8 @@ struct Row {
         return row;
     }
 
-    // Divided by the sum of weights, and the natural logarithm of the sum of e^score; of no weights 0 and -inf. f16
-    // (KIND 0) or bf16 (1).
+    // Store the row divided by its sum of weights, f16 (KIND 0) or bf16 (1), and the natural logarithm of the sum of
+    // e^score; without any weight 0 and -inf.
     template <int KIND>
     __device__ __forceinline__ void store(unsigned short* out, float* lse, size_t row_index) const {
         const float inverse = sum == 0 ? 0 : reciprocal_approx(sum);  // NaN stays so

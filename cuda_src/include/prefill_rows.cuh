@@ -10,23 +10,23 @@
 
 namespace ptxlab {
 
-// Where 16 bytes of a row of 16-bit elements lie: columns of 64 elements, [ROWS] rows of 128 bytes under the 128-byte
-// swizzle, so that eight rows of a piece are in different banks.
+// Return the offset of 16-byte piece `piece` of a row of 16-bit elements: columns of 64 elements, [ROWS] rows of 128
+// bytes under the 128-byte swizzle, so that eight rows of a piece are in different banks.
 template <int ROWS>
 __device__ __forceinline__ int swizzled_piece(int row, int piece) {
     return piece / 8 * (ROWS * 128) + row * 128 + (piece % 8 ^ row % 8) * 16;
 }
 
-// A token's constants of 4 bits: its scale, and what its zero point is taken off with.
+// Dequantiser of a token's 4-bit integers: its scale, and the biases that subtract its zero point.
 struct TokenDequantiser {
     __half2 scale;
     uint2 bias;
 
-    // Of (scale, zero) f16.
+    // `pair`: (scale, zero) f16.
     __device__ __forceinline__ explicit TokenDequantiser(u32 pair)
         : scale(__half2half2(__ushort_as_half(pair & 0xffff))), bias(bias_u4_f16(__ushort_as_half(pair >> 16))) {}
 
-    // The eight elements of a word, in the order in which they come out: 0, 2, 1, 3, 4, 6, 5, 7.
+    // Dequantise the eight elements of a word, in the order in which they come out: 0, 2, 1, 3, 4, 6, 5, 7.
     __device__ __forceinline__ uint4 restore(u32 word) const {
         uint4 h = dequant_u4_f16_minus(word, bias);
         h.x = as_bits(__hmul2(as_half2(h.x), scale));
@@ -36,7 +36,7 @@ struct TokenDequantiser {
         return h;
     }
 
-    // Restores the 32 elements of chunk `chunk` of a token, into a block of [BLOCK_KEYS] tokens.
+    // Dequantise the 32 elements of chunk `chunk` of a token, and store them to a block of [BLOCK_KEYS] tokens.
     template <int BLOCK_KEYS>
     __device__ __forceinline__ void restore_chunk(unsigned char* block, int token, int chunk,
                                                   const uint4& integers) const {
@@ -68,8 +68,9 @@ struct HalfQuery {
 
     __device__ __forceinline__ static int piece(int i) { return i / 4 * 8 + threadIdx.x % 2 * 4 + i % 4; }
 
-    // Stores it as f16 over the power of two that leads the row, eight elements in the order 0, 2, 1, 3, 4, 6, 5, 7 of
-    // restored words; with ROTATE, rotated as the cache's keys are. Returns that power. A row with an infinity becomes NaN.
+    // Store it as f16, divided by the power of two that leads the row, eight elements in the order 0, 2, 1, 3, 4, 6, 5,
+    // 7 of restored words; with ROTATE, rotated as the cache's keys are. Return that power. A row with an infinity
+    // becomes NaN.
     template <int ROWS, bool ROTATE>
     __device__ __forceinline__ float store(unsigned char* queries, int row) const {
         float elements[kPieces][8], largest = 0;
@@ -104,13 +105,14 @@ struct HalfQuery {
 // Softmax of a thread's two rows, block by block of keys.
 template <int BLOCK_KEYS>
 struct SoftmaxRows {
-    float factor[2];        // of scores, to base 2
-    float largest[2];       // what weights are relative to
+    float factor[2];        // of dot products, to scores in base 2
+    float largest[2];       // score that weights are relative to
     float sum[2] = {0, 0};  // of the thread's weights
     int end[2];             // the first token that the row does not see
 
-    // Scores of one block to weights 2^(score - largest). Where `rescale` is not 1, earlier sums are to be multiplied by
-    // it: `largest` stays while no score exceeds it by more than `headroom`, so that few blocks ask for that.
+    // Turn the scores of one block into weights 2^(score - largest), and add them to `sum`. Where `rescale` is not 1,
+    // earlier sums are to be multiplied by it: `largest` stays while no score exceeds it by more than `headroom`, so
+    // that few blocks ask for that.
     __device__ __forceinline__ void weigh(float (&s)[BLOCK_KEYS / 2], float (&rescale)[2], float headroom) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -134,13 +136,14 @@ struct SoftmaxRows {
         }
     }
 
-    // Adds another part's sum of weights to row g + 8 r's.
+    // Add another part's sum of weights to that of row g + 8 r.
     __device__ __forceinline__ void add_part(int r, float part_largest, float weights) {
         const float reference = fmaxf(largest[r], part_largest);
         sum[r] = fmaf(weights, exp2_approx(part_largest - reference), sum[r] * exp2_approx(largest[r] - reference));
         largest[r] = reference;
     }
 
+    // Set scores of keys that a row does not see to -infinity; `position` is the block's first key.
     __device__ __forceinline__ void mask(float (&s)[BLOCK_KEYS / 2], int position, int window) const {
 #pragma unroll
         for (int i = 0; i < BLOCK_KEYS / 2; ++i) {
@@ -149,7 +152,7 @@ struct SoftmaxRows {
         }
     }
 
-    // The sum of all weights of row g + 8 r.
+    // Return the sum of all weights of row g + 8 r.
     __device__ __forceinline__ float total(int r) const {
         float of_row = sum[r];
         of_row += __shfl_xor_sync(~0u, of_row, 1);
@@ -157,13 +160,13 @@ struct SoftmaxRows {
         return of_row;
     }
 
-    // The natural logarithm of the sum of exponentials of row g + 8 r, of its weights' total.
+    // Return the natural logarithm of the sum of exponentials of row g + 8 r, of its weights' total.
     __device__ __forceinline__ float lse(int r, float row_total) const {
         return (largest[r] + log2_approx(row_total)) * kLn2;
     }
 };
 
-// Weights of 16 keys each, as operand A.
+// Round weights to f16 as operand A, 16 keys per MMA.
 template <int BLOCK_KEYS>
 __device__ __forceinline__ void round_weights(unsigned (&weights)[BLOCK_KEYS / 16][4],
                                               const float (&s)[BLOCK_KEYS / 2]) {
@@ -171,7 +174,7 @@ __device__ __forceinline__ void round_weights(unsigned (&weights)[BLOCK_KEYS / 1
     for (int i = 0; i < BLOCK_KEYS / 4; ++i) weights[i / 4][i % 4] = as_bits(__floats2half2_rn(s[2 * i], s[2 * i + 1]));
 }
 
-// Sums over values in the order of restored words, (0, 2) and (1, 3) of two lanes, become (0, 1) and (2, 3).
+// Reorder sums over values from the order of restored words: (0, 2) and (1, 3) of two lanes become (0, 1) and (2, 3).
 template <int COUNT>
 __device__ __forceinline__ void put_in_order(float (&o)[COUNT]) {
     const bool odd = threadIdx.x % 2;
@@ -183,7 +186,8 @@ __device__ __forceinline__ void put_in_order(float (&o)[COUNT]) {
     }
 }
 
-// Stores row g + 8 r, divided by its sum of weights: f16 (KIND 0) or bf16 (1). `lane_row` begins at the lane's elements.
+// Store row g + 8 r times `inverse`, one over its sum of weights: f16 (KIND 0) or bf16 (1). `lane_row` begins at the
+// lane's elements.
 template <int KIND, int COUNT>
 __device__ __forceinline__ void store_row(unsigned* lane_row, const float (&o)[COUNT], int r, float inverse) {
 #pragma unroll

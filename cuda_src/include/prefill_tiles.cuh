@@ -4,29 +4,31 @@
 
 namespace ptxlab {
 
-// ROWS rows of one sequence and one KV head, and the blocks of keys that some of them see, or a part of these blocks.
+// A tile: ROWS rows of one sequence and one KV head, and the blocks of keys that some of them see, or a part of these
+// blocks.
 struct Tile {
     int sequence, head, first_row, queries;  // first_row: among the sequence's queries * group rows
     int start, context;                      // the sequence's first query in q; its tokens
     int begin, end;                          // blocks
     int item, part_index, parts;             // the work item; which part of the tile it is, and of how many
 
-    // Tokens ahead of the queries' own ones. Negative if the sequence has fewer tokens than queries.
+    // Return the number of tokens before the queries' own ones, negative if the sequence has fewer tokens than queries.
     __device__ __forceinline__ int old() const { return context - queries; }
 
-    // The first token that a row of the sequence does not see. Rows beyond the last one count as that.
+    // Return the first token that a row of the sequence does not see. Rows beyond the last one count as that.
     __device__ __forceinline__ int visible_end(int row, int group) const {
         return context - queries + min(row / group, queries - 1) + 1;
     }
 
+    // Return whether the sequence has this row.
     __device__ __forceinline__ bool has(int row, int group) const { return row < queries * group; }
 
-    // The index of a row of the sequence among the rows [tokens, Hq] of q.
+    // Return the index of a row of the sequence among the rows [tokens, Hq] of q.
     __device__ __forceinline__ size_t q_row(int row, int group, int Hq) const {
         return size_t(start + row / group) * Hq + head * group + row % group;
     }
 
-    // Leaves own tokens out: what remains lies in the cache.
+    // Leave own tokens out: what remains lies in the cache.
     template <int BLOCK_KEYS>
     __device__ __forceinline__ void keep_cached() {
         context -= queries;
@@ -34,16 +36,17 @@ struct Tile {
     }
 };
 
-// Deals work items to the blocks of the launch, in every other round in reverse, so that none has the longest of each. Of
-// a sequence the last tiles, which see most keys, come first. All lanes of a warp ask together. With
-// MIN_PART_BLOCKS a tile has `parts` items; where it has few blocks of keys, only the first of them have any.
+// Deals work items to the blocks of the launch, in every other round in reverse, so that no block has the longest item
+// of every round. The last tiles of a sequence, which see most keys, come first. All lanes of a warp call together.
+// With MIN_PART_BLOCKS a tile has `parts` items; where it has few blocks of keys, only the first of them have any.
 template <int ROWS, int BLOCK_KEYS, bool BY_LAST_TOKEN = false, int MIN_PART_BLOCKS = 0>
 struct TileScheduler {
     const int *starts, *lengths;  // [sequences + 1], [sequences]
     int sequences, heads, group, window;
     int parts = 1;
-    int round = 0, base = 0, passed = 0;  // rounds dealt; the first of 32 sequences; items of those ahead of it
+    int round = 0, base = 0, passed = 0;  // rounds dealt; the first of 32 sequences; items of those before it
 
+    // Find the block's next work item; return false after the last.
     __device__ __forceinline__ bool next(Tile& tile) {
         for (;;) {
             const int item = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
@@ -54,7 +57,7 @@ struct TileScheduler {
         }
     }
 
-    // The tile of a work item.
+    // Find the tile of a work item; return false beyond the last.
     __device__ __forceinline__ bool find(Tile& tile, int item) {
         const int lane = threadIdx.x % 32;
         for (;; base += 32) {
@@ -86,8 +89,8 @@ struct TileScheduler {
         }
     }
 
-    // The blocks of keys that some row of a tile sees. Both branches find the same ones: each kernel keeps the order of
-    // operations that its times were measured with.
+    // Find the blocks of keys that some row of a tile sees. Both branches find the same ones: each kernel keeps the
+    // order of operations that its times were measured with.
     __device__ __forceinline__ void find_blocks(Tile& tile) const {
         if constexpr (BY_LAST_TOKEN) {
             const int first_token = tile.old() + tile.first_row / group;
@@ -103,7 +106,8 @@ struct TileScheduler {
         }
     }
 
-    // Cuts a tile's blocks into even parts, of MIN_PART_BLOCKS or more; false if this part has none.
+    // Cut a tile's blocks into even parts, of MIN_PART_BLOCKS or more, and keep this item's; return false if it has
+    // none.
     __device__ __forceinline__ bool take_part(Tile& tile) const {
         const int blocks = tile.end - tile.begin;
         tile.parts = max(1, min(parts, blocks / MIN_PART_BLOCKS));

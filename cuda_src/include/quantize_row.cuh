@@ -14,7 +14,7 @@ namespace ptxlab {
 
 // --- 16 successive floats --------------------------------------------------------------------------------------------
 
-// As they are stored: f16, bf16 or f32 (KIND 0, 1, 2).
+// 16 successive floats as they are stored: f16, bf16 or f32 (KIND 0, 1, 2).
 template <int KIND>
 struct Chunk {
     static constexpr int VECTORS = KIND == 2 ? 4 : 2;  // of 16 bytes
@@ -40,7 +40,7 @@ __device__ __forceinline__ Chunk<KIND> load_chunk(const uint4* row, int chunk, b
     return c;
 }
 
-// In registers.
+// 16 successive floats in registers.
 struct Floats {
     float v[16];
 
@@ -52,17 +52,17 @@ struct Floats {
 __device__ __forceinline__ unsigned warp_max(unsigned value) { return __reduce_max_sync(0xffffffffu, value); }
 __device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(0xffffffffu, value); }
 
-// In a fixed order: two runs give the same bits.
+// Add up a warp's floats in a fixed order: two runs give the same bits.
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
     for (int mask = 16; mask; mask /= 2) value += __shfl_xor_sync(0xffffffffu, value, mask);
     return value;
 }
 
-// NUMBERS from each warp of a row, in shared memory: a row has BLOCKS blocks, a cluster if more than one, of WIDTH
-// threads. To another block they go by st.async, which a barrier of that block counts: unlike a barrier of the cluster
-// it has no stores to global memory waited for. Where threads have EACH chunks, a warp says numbers of each of
-// them, as so many warps would that have one.
+// Exchanges NUMBERS numbers of each warp of a row through shared memory: a row has BLOCKS blocks, a cluster if more
+// than one, of WIDTH threads. To another block they go by st.async, which a barrier of that block counts: unlike a
+// barrier of the cluster it does not wait for stores to global memory. Where threads have EACH chunks, a warp says
+// numbers of each of them, as so many warps would that have one.
 template <int BLOCKS, int WIDTH, int NUMBERS, int EACH = 1>
 struct Exchange {
     static_assert(BLOCKS == 1 || EACH == 1, "threads of a cluster have one chunk");
@@ -75,7 +75,8 @@ struct Exchange {
         mbarrier_arrive_expect(&barrier, sizeof(numbers));
     }
 
-    // By all warps, of a chunk: to all blocks, or to the first `listeners`, each of which waits before it ends.
+    // Send number `which` of a warp's chunk to all blocks, or to the first `listeners`, each of which waits before it
+    // ends. By all warps.
     __device__ __forceinline__ void say(int which, unsigned number, int listeners = BLOCKS, int chunk = 0) {
         const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         if constexpr (BLOCKS == 1) {
@@ -91,7 +92,7 @@ struct Exchange {
         else mbarrier_wait(&barrier, 0);
     }
 
-    // For a whole warp.
+    // Reduce number `which` over all warps of the row. By a whole warp.
     __device__ __forceinline__ unsigned max_of(int which) const {
         unsigned largest = 0;
         each(which, [&](unsigned number) { largest = max(largest, number); });
@@ -117,8 +118,8 @@ private:
     }
 };
 
-// A block's barriers must be ready before another block sends to them: every block arrives here at the cluster's barrier,
-// and waits at it before its first `say`.
+// Initialise the barriers of two exchanges, and arrive at the cluster's barrier: another block may send to them only
+// when they are initialised, so every block calls wait_for_open before its first `say`.
 template <int BLOCKS, typename First, typename Second>
 __device__ __forceinline__ void open(First& first_exchange, Second& second_exchange) {
     if (BLOCKS == 1) return;
@@ -129,6 +130,7 @@ __device__ __forceinline__ void open(First& first_exchange, Second& second_excha
     }
     cluster_arrive();
 }
+// Wait until every block of the cluster has called `open`.
 template <int BLOCKS>
 __device__ __forceinline__ void wait_for_open() {
     if (BLOCKS > 1) cluster_wait();
@@ -136,7 +138,8 @@ __device__ __forceinline__ void wait_for_open() {
 
 // --- to INT8 ---------------------------------------------------------------------------------------------------------
 
-// As bits, magnitudes are ordered like numbers, and infinity and NaN lie above them all.
+// Return the largest magnitude of 16 values as bits, which are ordered like numbers; infinity and NaN lie above them
+// all.
 template <typename Values>
 __device__ __forceinline__ unsigned magnitude(const Values& x) {
     float largest = 0;
@@ -145,16 +148,17 @@ __device__ __forceinline__ unsigned magnitude(const Values& x) {
     return __float_as_uint(largest);
 }
 
-// The scale of a row with this largest magnitude: 1 where it would be no normal f32.
+// Return the scale of a row with this largest magnitude: 1 where it would be no normal f32.
 __device__ __forceinline__ float scale_of(float extent) {
     const float quotient = __fdiv_rn(extent, 127.0f);
     return quotient < 0x1p-126f ? 1.0f : quotient;
 }
 
-// What keeps the remainders of a row of small numbers from underflowing when they are divided by its scale.
+// Return the factor that keeps the remainders of a row of small numbers from underflowing when they are divided by its
+// scale.
 __device__ __forceinline__ float lift_of(float scale) { return scale < 0x1p-64f ? 0x1p64f : 1.0f; }
 
-// x / scale as IEEE rounds it, for a scale of 2^-64 or more, with one reciprocal for the whole row: the second
+// Divides by `scale` as IEEE rounds it, for a scale of 2^-64 or more, with one reciprocal for the whole row: the second
 // correction starts within one unit in the last place, where the remainder is exact (Markstein).
 struct Divider {
     float scale, reciprocal;
@@ -169,8 +173,8 @@ struct Divider {
     }
 };
 
-// The 16 quantised values of a chunk, lifted as the scale is. 1.5 * 2^23 leaves no bits behind the point: the low byte
-// is the rounded quotient.
+// Quantise a chunk's 16 values, lifted as the scale is. 1.5 * 2^23 leaves no bits behind the point: the low byte is the
+// rounded quotient.
 template <typename Values>
 __device__ __forceinline__ uint4 quantized(const Values& x, const Divider& divide, float lift = 1) {
     unsigned words[4];
@@ -184,7 +188,7 @@ __device__ __forceinline__ uint4 quantized(const Values& x, const Divider& divid
     return {words[0], words[1], words[2], words[3]};
 }
 
-// The same of floats in registers, by the row's scale.
+// Quantise floats in registers by the row's scale.
 __device__ __forceinline__ uint4 quantized(Floats& x, float scale) {
     const float lift = lift_of(scale);
     if (lift != 1) {
@@ -196,13 +200,14 @@ __device__ __forceinline__ uint4 quantized(Floats& x, float scale) {
 
 // --- to its place ----------------------------------------------------------------------------------------------------
 
+// Swap `b` of the lower lane with `a` of the upper lane of each pair of lanes that differ in `mask`.
 __device__ __forceinline__ void exchange(unsigned& a, unsigned& b, int mask) {
     const bool upper = threadIdx.x & mask;
     const unsigned received = __shfl_xor_sync(0xffffffffu, upper ? a : b, mask);
     (upper ? a : b) = received;
 }
 
-// Word j of lane i of a quad becomes word i of lane j.
+// Transpose a quad's words: word j of lane i becomes word i of lane j.
 __device__ __forceinline__ void transpose_in_quad(uint4& w) {
     exchange(w.x, w.y, 1);
     exchange(w.z, w.w, 1);
@@ -210,8 +215,8 @@ __device__ __forceinline__ void transpose_in_quad(uint4& w) {
     exchange(w.y, w.w, 2);
 }
 
-// By all lanes, of which two neighbours have chunks 2n and 2n + 1, both inside or neither. They exchange halves, so that
-// each of their two stores fills a sector of 32 bytes, which the L2 would otherwise be sent by halves.
+// Store a chunk. By all lanes, of which two neighbours have chunks 2n and 2n + 1, both inside or neither: they exchange
+// halves, so that each of their two stores fills a sector of 32 bytes, which the L2 would otherwise be sent by halves.
 template <int KIND>
 __device__ __forceinline__ void store_chunk(uint4* row, int chunk, bool inside, Chunk<KIND> c) {
     static_assert(c.VECTORS == 2, "f16 or bf16");
@@ -224,7 +229,8 @@ __device__ __forceinline__ void store_chunk(uint4* row, int chunk, bool inside, 
     if (inside) destination[0] = c.v[0], destination[2] = c.v[1];
 }
 
-// The orders: row-major, fragments, swizzled tiles of `rows` tokens (ORDER 0, 1, 2), padded to whole tiles.
+// An order of quantised activations: row-major, fragments, swizzled tiles of `rows` tokens (ORDER 0, 1, 2), padded to
+// whole tiles.
 template <int ORDER>
 struct Order {
     static constexpr int SPAN = ORDER == 2 ? 128 : ORDER == 1 ? 64 : 32;  // channels of a tile
@@ -233,7 +239,7 @@ struct Order {
     __device__ __forceinline__ Order(int K, int tokens, int rows)
         : chunks((K + SPAN - 1) / SPAN * (SPAN / 16)), tokens(tokens), rows(rows) {}
 
-    // Where a chunk of token m goes, in 16-byte units.
+    // Return where a chunk of token m goes, in 16-byte units.
     __device__ __forceinline__ size_t index_of(int m, int chunk) const {
         if (ORDER == 1) return (size_t(chunk / 4) * (tokens / 8) + m / 8) * 32 + m % 8 * 4 + chunk % 4;
         if (ORDER == 2)
@@ -241,19 +247,20 @@ struct Order {
         return size_t(m) * chunks + chunk;
     }
 
-    // Thread t of a warp has the chunk 32 n + t of some n; all lanes call, whether they have one to store or not.
+    // Store a chunk: thread t of a warp has the chunk 32 n + t of some n; all lanes call, whether they have one to
+    // store or not.
     __device__ __forceinline__ void store(uint4* x_q, int m, int chunk, uint4 q) const {
         if (ORDER == 1) transpose_in_quad(q);
         if (chunk < chunks) x_q[index_of(m, chunk)] = q;
     }
 };
 
-// A thread's chunks of a row in registers to INT8, WIDTH apart from `chunk` on, and the row's scale and sum by its first
-// thread. The last that a block does: those of a cluster but the first only send their sums to it. `written`: whether
-// there is such a row.
+// Quantise and store a thread's chunks of a row, WIDTH apart from `chunk` on; the block's first thread stores the row's
+// scale and sum. The last that a block does: those of a cluster but the first only send their sums to it and return.
+// `row_exists`: whether there is such a row.
 template <int BLOCKS, int WIDTH, int EACH, int ORDER, typename Total>
 __device__ __forceinline__ void write_row(Floats (&x)[EACH], float s, Total& total, const Order<ORDER>& order, int m,
-                                          int chunk, bool written, uint4* x_q, float* scale, int* token_sum) {
+                                          int chunk, bool row_exists, uint4* x_q, float* scale, int* token_sum) {
     int thread_sum = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
@@ -265,7 +272,7 @@ __device__ __forceinline__ void write_row(Floats (&x)[EACH], float s, Total& tot
     if (blockIdx.x % BLOCKS) return;
     total.wait();
     const int sum = total.sum_of(0);
-    if (threadIdx.x == 0 && written) {
+    if (threadIdx.x == 0 && row_exists) {
         scale[m] = s;
         token_sum[m] = sum;
     }

@@ -1,14 +1,15 @@
-// One number from all threads of a block; every thread gets it. `partial` is 32 words of shared memory.
+// Reductions over the threads of a block; every thread gets the result. `partial` is 32 words of shared memory.
 #pragma once
 
 namespace ptxlab {
 
-// The sum of 16 signed bytes, and of `sum`.
+// Return the sum of 16 signed bytes, plus `sum`.
 __device__ __forceinline__ int sum_of_bytes(const uint4& q, int sum) {
     sum = __dp4a(int(q.x), 0x01010101, __dp4a(int(q.y), 0x01010101, sum));
     return __dp4a(int(q.z), 0x01010101, __dp4a(int(q.w), 0x01010101, sum));
 }
 
+// Return the sum of a block's integers.
 template <int BLOCK>
 __device__ __forceinline__ int block_sum(int value, unsigned* partial) {
     value = __reduce_add_sync(0xffffffffu, value);
@@ -21,10 +22,10 @@ __device__ __forceinline__ int block_sum(int value, unsigned* partial) {
     return value;
 }
 
-// The maximum of nothing.
+// Return the identity of a maximum.
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
-// The same of floats, in a fixed order: two runs give the same bits.
+// Return the maximum of a block's floats, NaN left out.
 template <int BLOCK>
 __device__ __forceinline__ float block_max(float value, float* partial) {
 #pragma unroll
@@ -37,6 +38,7 @@ __device__ __forceinline__ float block_max(float value, float* partial) {
     return value;
 }
 
+// Return the sum of a block's floats, in a fixed order: two runs give the same bits.
 template <int BLOCK>
 __device__ __forceinline__ float block_sum(float value, float* partial) {
 #pragma unroll

@@ -6,16 +6,16 @@
 
 namespace ptxlab {
 
-// A float or word into shared memory of any block of the cluster.
+// Store a float or word to shared memory of any block of the cluster.
 __device__ __forceinline__ void store_in_block(unsigned address, unsigned word) {
     asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
 
-// Where the 16 channels of a thread go: s16 each.
+// Positions that the 16 channels of a thread go to: s16 each.
 struct Places {
     uint4 v[2];
 
-    // A negative one lies behind all channels.
+    // Return position i; a negative one becomes one behind all channels.
     __device__ __forceinline__ unsigned operator[](int i) const {
         return reinterpret_cast<const unsigned*>(v)[i / 2] >> (i % 2 * 16) & 0xffff;
     }
@@ -37,17 +37,17 @@ struct Channels {
     __device__ __forceinline__ int blocks() const { return blocks4() + (outliers > 0); }
 };
 
-// A row in Atom's order, in shared memory: a row has BLOCKS blocks, a cluster if more than one, of WIDTH threads, and
-// each of them 16 WIDTH channels of the order; and a word of each warp of the row. A word of padding per 32 channels:
-// where channels stay in order, neither way has bank conflicts.
+// A row in Atom's order, in shared memory, and a word of each warp of the row: a row has BLOCKS blocks, a cluster if
+// more than one, of WIDTH threads, and each block 16 WIDTH channels of the order. A word of padding per 32 channels:
+// where channels stay in order, neither loads nor stores have bank conflicts.
 template <int BLOCKS, int WIDTH>
 struct RowInOrder {
     static constexpr int HELD = 16 * WIDTH, WARPS = WIDTH / 32;
     unsigned y[HELD + HELD / 32];
     unsigned warp_words[BLOCKS * WARPS];
 
-    // Another block's shared memory may be written once that block has begun: every block says so, and waits for it
-    // before its first `send`.
+    // Arrive at the cluster's barrier, and wait at it: another block's shared memory may be written only once that
+    // block has begun, so every block calls wait_for_open before its first `send`.
     static __device__ __forceinline__ void open() {
         if (BLOCKS > 1) cluster_arrive();
     }
@@ -55,8 +55,8 @@ struct RowInOrder {
         if (BLOCKS > 1) cluster_wait();
     }
 
-    // A thread's channels to their places; one that there is not has none. SIZE: channels of a group, of which INT4
-    // channels are a multiple.
+    // Store a thread's channels at their positions; a channel that does not exist is left out. SIZE: channels of a
+    // group, of which the INT4 channels are a multiple.
     template <int SIZE, typename Values>
     __device__ __forceinline__ void send(const Values& x, const Places& places, const Channels& channels, bool inside) {
         const int gap = SIZE == 128 ? 0 : channels.blocks4() * 128 - channels.K;
@@ -71,7 +71,7 @@ struct RowInOrder {
         }
     }
 
-    // A word of this warp to all blocks.
+    // Send a word of this warp to all blocks.
     __device__ __forceinline__ void say(unsigned word) {
         const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         if constexpr (BLOCKS == 1) {
@@ -81,7 +81,7 @@ struct RowInOrder {
         }
     }
 
-    // Until all that was sent to this block is there.
+    // Wait until all that was sent to this block is there.
     __device__ __forceinline__ void wait() const {
         if constexpr (BLOCKS == 1) {
             __syncthreads();
@@ -91,7 +91,7 @@ struct RowInOrder {
         }
     }
 
-    // Of the words that all warps said, by a whole warp; in the order of `Exchange::float_sum_of`.
+    // Add up the floats that all warps have sent as words, by a whole warp; in the order of `Exchange::float_sum_of`.
     __device__ __forceinline__ float sum_of_said() const {
         float sum = 0;
 #pragma unroll
@@ -101,23 +101,23 @@ struct RowInOrder {
     }
 };
 
-// What a token's integers and scales go to. PAIRS 0: x s8 [M, K + outliers]; 1: x u8 [M, K/2], two INT4 a byte, and x8
-// s8 [M, outliers]; 2: x u8 [M, K/2 + outliers], both of it. x_scale f16 [M, groups in whole eights]: of INT4, then of
-// INT8, Atom's also if there are no outliers.
+// Destination of a token's integers and scales. PAIRS 0: x s8 [M, K + outliers]; 1: x u8 [M, K/2], two INT4 a byte, and
+// x8 s8 [M, outliers]; 2: x u8 [M, K/2 + outliers], both of it. x_scale f16 [M, groups in whole eights]: of INT4, then
+// of INT8, Atom's also if there are no outliers.
 struct AtomRow {
     unsigned char *x, *x8;
     __half* scale;
 };
 
-// Half away from zero, as C's round(); exact.
+// Round x, half away from zero, as C's round(); exact.
 __device__ __forceinline__ float rounded_away(float x) {
     const float whole = truncf(x);
     return fabsf(__fsub_rn(x, whole)) >= 0.5f ? __fadd_rn(whole, copysignf(1.0f, x)) : whole;
 }
 
-// How integers are made of a group. RULES 0: of n bits, max / (2^(n-1) - 1/2) is the scale, by which values are divided,
-// ties to even; 1: max / (2^(n-1) - 1), and values are multiplied by the reciprocal, ties away from zero (`quant.atom`);
-// 2: that scale, and values are divided (COMET: `quant.fmpq`).
+// Quantiser of a group. RULES 0: of n bits, max / (2^(n-1) - 1/2) is the scale, by which values are divided, ties to
+// even; 1: max / (2^(n-1) - 1), and values are multiplied by the reciprocal, ties away from zero (`quant.atom`); 2:
+// that scale, and values are divided (COMET: `quant.fmpq`).
 template <int RULES>
 struct Grid {
     float steps, reciprocal, low, high, clip;
@@ -127,7 +127,8 @@ struct Grid {
         return int4 ? Grid{FEW, 1 / FEW, -8, 7, clip} : Grid{MANY, 1 / MANY, -128, 127, 1};
     }
 
-    // Four values of a group, of which `extent` is the largest magnitude, to the low bytes of q. Returns the scale.
+    // Quantise four values of a group, of which `extent` is the largest magnitude, to the low bytes of q. Return the
+    // scale.
     __device__ __forceinline__ __half operator()(const float (&y)[4], float extent, int (&q)[4]) const {
         constexpr float LEAST = 0x1p-24f;  // the smallest f16
         const float largest = __fmul_rn(extent, clip);
@@ -145,8 +146,8 @@ struct Grid {
     }
 };
 
-// The row times `factor`, to integers and scales of token m: a warp has four blocks of 128 channels, a lane four
-// neighbours of each. The last that a block does.
+// Quantise the row times `factor` and store integers and scales of token m: a warp has four blocks of 128 channels, a
+// lane four neighbours of each. The last that a block does.
 template <int SIZE, int PAIRS, int RULES, int BLOCKS, int WIDTH>
 __device__ __forceinline__ void write_atom_row(const RowInOrder<BLOCKS, WIDTH>& row, float factor, float clip,
                                                const Channels& channels, int m, const AtomRow& outputs) {

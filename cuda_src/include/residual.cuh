@@ -1,12 +1,12 @@
-// A residual stream in chunks (quantize_row.cuh): sums of two, and floats back to 16 bits, each rounded once; and the first
-// half of an RMSNorm.
+// A residual stream in chunks (quantize_row.cuh): add two chunks, round floats to 16 bits, each rounded once; and the
+// first half of an RMSNorm.
 #pragma once
 #include "output.cuh"
 #include "quantize_row.cuh"
 
 namespace ptxlab {
 
-// Of two f16 (KIND 0) or bf16 (1) each.
+// Add two words of two f16 (KIND 0) or bf16 (1) each.
 template <int KIND>
 __device__ __forceinline__ unsigned added(unsigned a, unsigned b) {
     if constexpr (KIND == 1) {
@@ -18,6 +18,7 @@ __device__ __forceinline__ unsigned added(unsigned a, unsigned b) {
     }
 }
 
+// Add two chunks.
 template <int KIND>
 __device__ __forceinline__ Chunk<KIND> added(const Chunk<KIND>& a, const Chunk<KIND>& b) {
     Chunk<KIND> sum;
@@ -28,6 +29,7 @@ __device__ __forceinline__ Chunk<KIND> added(const Chunk<KIND>& a, const Chunk<K
     return sum;
 }
 
+// Round 16 floats to a chunk of f16 (KIND 0) or bf16 (1).
 template <int KIND>
 __device__ __forceinline__ Chunk<KIND> rounded(const Floats& y) {
     Chunk<KIND> c;
@@ -37,8 +39,8 @@ __device__ __forceinline__ Chunk<KIND> rounded(const Floats& y) {
     return c;
 }
 
-// NOTE Both kernels that call this add the residual themselves: from a function ptxas orders one of them otherwise.
-// y = v times the chunk's weights; returns the sum of the squares of v.
+// Set y = v times the chunk's weights; return the sum of the squares of v. NOTE Both kernels that call this add the
+// residual themselves: from a function ptxas orders one of them otherwise.
 template <int KIND>
 __device__ __forceinline__ float weigh(Floats& y, const Chunk<KIND>& v, const Chunk<KIND>& weight) {
     float square = 0;
@@ -51,7 +53,7 @@ __device__ __forceinline__ float weigh(Floats& y, const Chunk<KIND>& v, const Ch
     return square;
 }
 
-// 1 / sqrt(mean + eps): NaN for an infinite mean.
+// Return 1 / sqrt(mean + eps), NaN for an infinite mean.
 __device__ __forceinline__ float rms_factor(float mean, float eps) {
     return reciprocal(__fsqrt_rn(__fadd_rn(mean, eps)));
 }

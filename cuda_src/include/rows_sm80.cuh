@@ -13,11 +13,12 @@ namespace ptxlab {
 
 constexpr int ROW_BYTES = 64;  // of a stage
 
+// Return the offset of 16-byte chunk `chunk` of a row of a stage.
 __device__ __forceinline__ int chunk_at(int row, int chunk) {
     return row * ROW_BYTES + ((chunk ^ (row >> 1 & 3)) * 16);
 }
 
-// Bytes first_byte .. first_byte + 63 of ROWS rows from row0 on, of a matrix of so many rows and bytes per row, a
+// Copy bytes first_byte .. first_byte + 63 of ROWS rows from row0 on, of a matrix of `rows` rows of `bytes` bytes, a
 // multiple of 16; what lies outside becomes zero.
 template <int ROWS, int THREADS>
 __device__ __forceinline__ void fetch_rows(unsigned char* destination, const unsigned char* source, int row0, int rows,
@@ -33,7 +34,7 @@ __device__ __forceinline__ void fetch_rows(unsigned char* destination, const uns
     }
 }
 
-// Two neighbouring scales of each of ROWS rows from row0 on, those of columns 2 pair and 2 pair + 1.
+// Copy two neighbouring scales of each of ROWS rows from row0 on, those of columns 2 pair and 2 pair + 1.
 template <int ROWS, int THREADS>
 __device__ __forceinline__ void fetch_scales(__half* destination, const __half* source, int row0, int rows, int pair,
                                              int columns) {
@@ -67,7 +68,7 @@ struct RowsTile {
         : M(M), N(N), token_tiles((M + COLUMNS - 1) / COLUMNS), token0(token0), row0(row0), lane(threadIdx.x % 32),
           wn(threadIdx.x / 32 % WN), wm(threadIdx.x / 32 / WN) {}
 
-    // A stage of an operand: bytes first_byte .. first_byte + 63 of its rows, which have so many.
+    // Copy a stage of an operand: bytes first_byte .. first_byte + 63 of its rows, which have `bytes` bytes.
     __device__ __forceinline__ void fetch_w(unsigned char* destination, const unsigned char* w, int first_byte,
                                             int bytes) const {
         fetch_rows<ROWS, THREADS>(destination, w, row0, N, first_byte, bytes);
@@ -77,7 +78,7 @@ struct RowsTile {
         fetch_rows<COLUMNS, THREADS>(destination, x, token0, M, first_byte, bytes);
     }
 
-    // A pair of scales of every row, W's first.
+    // Copy a pair of scales of every row, W's first.
     __device__ __forceinline__ void fetch_scales(void* destination, const __half* w_scale, const __half* x_scale,
                                                  int pair, int columns) const {
         __half* scales = static_cast<__half*>(destination);
@@ -85,17 +86,18 @@ struct RowsTile {
         ptxlab::fetch_scales<COLUMNS, THREADS>(scales + 2 * ROWS, x_scale, token0, M, pair, columns);
     }
 
-    // Bytes from an operand's first row of a stage to this warp's first.
+    // Return the offset of this warp's first row in an operand's stage, in bytes.
     __device__ __forceinline__ int w_at() const { return wn * 32 * ROW_BYTES; }
     __device__ __forceinline__ int x_at() const { return wm * TOKENS * ROW_BYTES; }
 
-    // Operand A of this warp's 32 rows over half a stage, for each 16 rows two chunks.
+    // Load operand A of this warp's 32 rows over half a stage, for each 16 rows two chunks.
     __device__ __forceinline__ void load_w(unsigned (&a)[2][4], const unsigned char* w, int half) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) ldmatrix_x4(a[h], w + chunk_at(h * 16 + lane % 16, half * 2 + lane / 16));
     }
 
-    // Over half a stage: multiply(m, h, b0, b1) for this warp's tokens in eights and rows in 16, with operand B.
+    // Load operand B of half a stage, and call multiply(m, h, b0, b1) for each eight tokens m and each 16 rows h of
+    // this warp.
     template <class Multiply>
     __device__ __forceinline__ void multiply_tokens(const unsigned char* x, int half, Multiply multiply) const {
 #pragma unroll
@@ -141,9 +143,9 @@ struct RowsTile {
             });
     }
 
-    // total += acc * (x_scale * w_scale), one fma each, and acc back to zero: column `odd` of the pairs of scales.
-    // `counts`, a power of two: what an integer of acc stands for. ROUNDED: the product of the scales is rounded to f16,
-    // where it is exact in f32.
+    // total += acc * (x_scale * w_scale), one fma each, and set acc back to zero. `odd`: which column of the pairs of
+    // scales. `counts`, a power of two: what an integer of acc stands for. ROUNDED: round the product of the scales to
+    // f16; in f32 it is exact.
     template <bool ROUNDED = false>
     __device__ __forceinline__ void add_group(Totals& total, Sums& acc, const void* group_scales, int odd,
                                               float counts = 1) const {
@@ -174,7 +176,7 @@ struct RowsTile {
         }
     }
 
-    // use(token, n, sum) for every sum of this thread that is inside Y.
+    // Call use(token, n, sum) for every sum of this thread that is inside Y.
     template <class Use>
     __device__ __forceinline__ void each(const Sums& acc, Use use) const {
 #pragma unroll
@@ -189,8 +191,8 @@ struct RowsTile {
                 }
     }
 
-    // The results of all warps, in the ring's place as [tokens][ROWS + PAD]; then store(place in Y, token, n, results) for
-    // every eight neighbours that are inside Y.
+    // Collect the results of all warps in the ring's memory as [tokens][ROWS + PAD], then call store(index in Y, token,
+    // n, results) for every eight neighbours that are inside Y.
     template <int PAD, class Number, class Store>
     __device__ __forceinline__ void gather(unsigned char* ring, const Number (&results)[2][TOKENS / 8][4],
                                            Store store) const {
@@ -214,7 +216,7 @@ struct RowsTile {
         }
     }
 
-    // Totals, with the bias, to f16 (KIND 0), bf16 (1) or f32 (2).
+    // Store totals, with the bias, as f16 (KIND 0), bf16 (1) or f32 (2).
     template <int KIND, int PAD>
     __device__ __forceinline__ void store_totals(unsigned char* ring, const Totals& total, void* y,
                                                  const float* bias) const {

@@ -1,5 +1,5 @@
-// Equal shares of ragged work: all tiles of all sequences, one after the other, in pieces that cost the same; or, for
-// sums that do not depend on the batch, in parts that depend on a sequence's own length alone.
+// Equal shares of ragged work: all tiles of all sequences, one after the other, cut into pieces that cost the same; or,
+// for sums that do not depend on the batch, into parts that depend on a sequence's own length alone.
 #pragma once
 #include "reciprocal.cuh"
 
@@ -8,7 +8,7 @@ namespace ptxlab {
 constexpr int TILE = 64;               // tokens
 constexpr int NO_WINDOW = 0x7fffff00;  // tokens: more than any sequence has, and yet far enough from the largest s32
 
-// Of a unit that is cut: tiles of a part; of its tiles this segment's first, and behind the block's.
+// State of a unit that is cut: tiles of a part, this segment's first tile, the first tile behind the block's.
 template <bool>
 struct Cut {};
 template <>
@@ -16,16 +16,16 @@ struct Cut<true> {
     int part_tiles, next_tile, end_tile;
 };
 
-// Walks over the segments of one block: what of a unit (a sequence, a head of it) lies in the block's piece. Units are
-// ordered by sequence, then head; each costs its tiles and, the fewer they are, up to PAD more, which stand before
-// them: what is done once per unit hides behind many tiles alone. No piece is smaller than SMALLEST, nor than 8 tiles
-// or an eighth of the largest unit: to put parts together costs more than it would save. A block may get SPARE tiles
-// more than its share, so that no unit has to be put together. Everything follows from `lengths`, on the device:
-// nothing is planned on the host.
+// Walks over the segments of one block. A segment is what lies in the block's piece of a unit (one of `units` of a
+// sequence: queries of one KV head). Units are ordered by sequence, then head. A unit costs its tiles and, the fewer
+// they are, up to PAD more, which stand before them: what is done once per unit hides behind many tiles alone. No piece
+// is smaller than SMALLEST, nor than 8 tiles or an eighth of the largest unit, whichever is less: to merge parts costs
+// more than it would save. A block may get SPARE tiles more than its share, so that no unit has to be merged.
+// Everything follows from `lengths`, on the device: nothing is planned on the host.
 //
-// With CUT, a unit is cut every CUT tiles (of long ones so that there are CUTS parts), whatever lies in the other
-// sequences and however many blocks there are. A part is the block's in whose piece its first tile lies, and is a
-// segment by itself.
+// With CUT, a unit is cut into parts of CUT tiles (long ones into larger parts, CUTS at most), whatever lies in the
+// other sequences and however many blocks there are. A part belongs to the block in whose piece its first tile lies,
+// and is a segment by itself.
 template <int PAD, int SPARE, int SMALLEST = 1, int CUT = 0, int CUTS = 0>
 struct Segments : Cut<(CUT > 0)> {
     static_assert(CUT == 0 || CUTS > 0, "a unit that is cut has parts");
@@ -33,11 +33,12 @@ struct Segments : Cut<(CUT > 0)> {
     int units, queries, window;            // heads of a sequence; queries at its end; tokens that a query sees at most
     int block_cost, cost_begin, cost_end;  // cost of a block; the block's range of costs
     int sequence, unit_index, length;      // of this segment
-    // of its unit: where it lies among all costs; its first tile in the window; how many; what is before them
+    // of its unit: where it begins among all costs; its first tile in the window; its tiles; cost of the padding before
+    // them
     int start, window_tile, tiles, padding;
 
-    // a / b rounded up, for 0 <= a, 1 <= b and a + b < 2^31, in half the instructions of a division: from below, in
-    // float.
+    // Return a / b rounded up, for 0 <= a, 1 <= b and a + b < 2^31, in half the instructions of a division: a float
+    // quotient from below, then counted up.
     static __device__ __forceinline__ float reciprocal_below(int b) { return reciprocal_approx(float(b)) * 0.999999f; }
     static __device__ __forceinline__ int ceil_div(int a, int b) { return ceil_div(a, b, reciprocal_below(b)); }
     static __device__ __forceinline__ int ceil_div(int a, int b, float reciprocal) {
@@ -47,20 +48,20 @@ struct Segments : Cut<(CUT > 0)> {
         return quotient;
     }
 
-    // The same rounded down.
+    // Return a / b rounded down.
     static __device__ __forceinline__ int div(int a, int b) { return ceil_div(a + 1, b) - 1; }
 
     Segments() = default;
 
-    // Every lane has equally many sequences, one after the other: the first one's length, to be on its way early.
+    // Sequences of a lane, equally many and consecutive; the length of its first one, loaded early.
     static __device__ __forceinline__ int share_of(int sequences) { return unsigned(sequences + 31) / 32; }
     static __device__ __forceinline__ int first_length_of(const int* lengths, int sequences) {
         const int first_sequence = threadIdx.x % 32 * share_of(sequences);
         return first_sequence < sequences ? lengths[first_sequence] : 0;
     }
 
-    // All lanes of a warp together. A block runs through this once, with nothing to do meanwhile, and most of the time
-    // waits for instructions: few of them matter more than fast ones.
+    // Find the block's first segment. All lanes of a warp call together. A block runs through this once, with nothing
+    // to do meanwhile, and most of the time waits for instructions: few of them matter more than fast ones.
     __device__ __forceinline__ Segments(const int* lengths, int first_length, int sequences, int units, int queries,
                                         int window)
         : lengths(lengths), units(units), queries(queries), window(window > 0 ? window : NO_WINDOW) {
@@ -109,7 +110,7 @@ struct Segments : Cut<(CUT > 0)> {
     }
 
     __device__ __forceinline__ bool has_segment() const { return start < cost_end; }
-    // Of this unit's tiles, the first that is the block's, and how many are.
+    // The first of this unit's tiles that is the block's, and the number of those that are.
     __device__ __forceinline__ int first_tile() const {
         if constexpr (CUT > 0) return this->next_tile;
         else return max(0, cost_begin - start - padding);
@@ -118,7 +119,7 @@ struct Segments : Cut<(CUT > 0)> {
         if constexpr (CUT > 0) return min(this->part_tiles, this->end_tile - this->next_tile);
         else return min(tiles, cost_end - start - padding) - first_tile();
     }
-    // The blocks that have segments of this unit: the first, and how many.
+    // The first block that has a segment of this unit, and the number of blocks that have one.
     __device__ __forceinline__ int first_block() const { return div(start + padding, block_cost); }
     __device__ __forceinline__ int blocks() const {
         return ceil_div(start + padding + tiles, block_cost) - first_block();
@@ -131,7 +132,7 @@ struct Segments : Cut<(CUT > 0)> {
     __device__ __forceinline__ int part_index() const { return ceil_div(this->next_tile, this->part_tiles); }
     __device__ __forceinline__ int part_count() const { return ceil_div(tiles, this->part_tiles); }
 
-    // On to the next segment that has a tile.
+    // Move on to the next segment that has a tile.
     __device__ __forceinline__ void advance() {
         if constexpr (CUT > 0)
             if ((this->next_tile += this->part_tiles) < this->end_tile) return;
@@ -148,7 +149,7 @@ struct Segments : Cut<(CUT > 0)> {
     }
 
 private:
-    // Tiles of the unit in parts that begin before a cost.
+    // Return the number of the unit's tiles in parts that begin before a cost.
     __device__ __forceinline__ int tiles_before(int cost) const {
         return min(tiles, ceil_div(max(0, cost - start - padding), this->part_tiles) * this->part_tiles);
     }

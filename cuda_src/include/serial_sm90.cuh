@@ -20,8 +20,8 @@ struct SerialGemm {
     static constexpr int STAGE_BYTES = (X_BYTES + WARP_GROUPS * W_BYTES + 1023) / 1024 * 1024;
     using Epilogue = ptxlab::Epilogue<WARP_GROUPS, TOKENS, BLOCKS>;
 
-    // All of the kernel: `blocks` of W in the dual-MMA layout, X by its tensor map, Y as KIND. DEQUANTISE: eight weights
-    // of a word, by scale and offset.
+    // Run the kernel: `blocks` of W in the dual-MMA layout, X by its tensor map, Y as KIND. DEQUANTISE converts a word
+    // of eight weights, given scale and offset.
     template <uint2 (*DEQUANTISE)(u32, u32, u32), int KIND, int AT_A_TIME, int PITCH>
     static __device__ __forceinline__ void run(const unsigned char* blocks, const TensorMap& x, const Output& out,
                                                int K) {

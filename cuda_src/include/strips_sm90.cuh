@@ -41,15 +41,15 @@ struct StripRing {
     u64 *full, *empty;
 };
 
-// What a warp group multiplies its sums by and subtracts from them, in its shared memory.
+// Constants of a tile's tokens in a warp group's shared memory: the scale of x, and the sum of x, which is subtracted.
 template <int TOKENS>
 struct TokenConstants {
     float x_scale[TOKENS];
     int x_sum[TOKENS];
 };
 
-// Constants of tokens token0, ... of M, from memory to the registers of a warp group: one where x_scale, zero where x_sum
-// is not used.
+// Load the constants of tokens token0, ... of M from global memory to the registers of a warp group: one where x_scale,
+// zero where x_sum is not used.
 template <bool SCALED, bool SUMMED, int COUNT>
 __device__ __forceinline__ void load_token_constants(float (&scale)[COUNT], int (&sum)[COUNT], const float* x_scale,
                                                      const int* x_sum, int token0, int M, int thread) {
@@ -60,6 +60,7 @@ __device__ __forceinline__ void load_token_constants(float (&scale)[COUNT], int 
     }
 }
 
+// Store a tile's token constants from registers to the shared memory of a warp group.
 template <int TOKENS, int COUNT>
 __device__ __forceinline__ void share_token_constants(TokenConstants<TOKENS>* constants, const float (&scale)[COUNT],
                                                       const int (&sum)[COUNT], int group, int thread) {
@@ -71,7 +72,7 @@ __device__ __forceinline__ void share_token_constants(TokenConstants<TOKENS>* co
     sync_warp_group(group);
 }
 
-// Multiply by weights w as s8; or as u8, w + 128 or q per channel.
+// acc += a x by wgmma, for weights w as s8; or as u8, w + 128 or q per channel.
 template <bool AS_S8, int SUMS>
 __device__ __forceinline__ void multiply_8bit(int (&acc)[SUMS], const u32 (&a)[4], u64 x) {
     if (AS_S8) wgmma_s8(acc, a, x);
@@ -79,7 +80,7 @@ __device__ __forceinline__ void multiply_8bit(int (&acc)[SUMS], const u32 (&a)[4
 }
 
 // acc += the products of a warp group, MMAS of 64 rows x TOKENS, over every STEP-th stage from `first_stage` on. A slot
-// is given back when wgmma has read it, while the next stage is worked on. FILLED: past the end of K the copies bring any
+// is released when wgmma has read it, while the next stage is worked on. FILLED: past the end of K the copies bring any
 // weights, as X is zero there; else a stage's first block serves for them, and every warp group has a stage. The caller
 // declares the registers, or ptxas chooses others: a as [unit of 64 k][MMA of 64 rows][MMA of 32 k][register], `words`
 // of this unit and the next, the strip's address in the ring's first slot.

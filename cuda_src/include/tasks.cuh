@@ -5,7 +5,7 @@
 
 namespace ptxlab {
 
-// Who reads what another thread wrote by `compare_and_swap` sees what that thread saw and did before.
+// Load a counter: its reader sees what the thread that wrote it by `compare_and_swap` saw and did before.
 __device__ __forceinline__ int load_acquire(const int* counter) {
     int value;
     asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(shared_address(counter)) : "memory");
@@ -22,7 +22,7 @@ __device__ __forceinline__ int compare_and_swap(int* counter, int expected, int 
     return previous;
 }
 
-// Whether the phase of this parity is complete.
+// Return whether the phase of this parity is complete.
 __device__ __forceinline__ bool mbarrier_test(u64* barrier, unsigned parity) {
     unsigned done;
     asm volatile(

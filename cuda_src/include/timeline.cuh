@@ -1,5 +1,4 @@
-// When a warp group does what: stamps of the SM's clock for `ptxlab timeline`. Without TIMELINE nothing of it
-// is compiled.
+// Timeline of warp groups: stamps of the SM's clock for `ptxlab timeline`. Without TIMELINE nothing of it is compiled.
 //
 // A kernel names the threads that keep time, one per warp group (or warp), and says what follows:
 //
@@ -31,7 +30,8 @@ enum class Phase : unsigned { END, SETUP, LOAD, WAIT_COPY, WAIT_GROUP, WAIT_MMA,
 constexpr unsigned TRACKS = 256, STAMPS = 4096, HEADER = 6;  // STAMPS: of a track, its header included
 constexpr unsigned TRACK_BYTES = STAMPS * 8;
 
-// Zeros, of which the host restores the first before a launch, and which it reads after it.
+// The tracks of a launch: zeros at first. The host sets `tracks` back to zero before a launch, and reads all of it
+// after.
 struct Timeline {
     unsigned long long tracks;       // given out so far
     unsigned long long first_track;  // where the first one begins, in bytes: at a multiple of TRACK_BYTES in memory
@@ -48,12 +48,13 @@ __device__ ptxlab::Timeline ptxlab_timeline;
 
 namespace ptxlab {
 
-// The track of a thread, from here to where it leaves the kernel. TIMELINE: of so many SMs.
+// Records the track of a thread, from here to where it leaves the kernel, if it is on one of the first TIMELINE SMs.
 struct Recorder {
-    // The address of the next stamp; none of a track lies at a multiple of TRACK_BYTES. So this says too that there is
-    // no room, or no track.
+    // Address of the next stamp. No stamp lies at a multiple of TRACK_BYTES, so such an address says that there is no
+    // room, or no track.
     unsigned low = 0, high = 0;
 
+    // Take a track and write its header, if the thread keeps time.
     __device__ __forceinline__ explicit Recorder(bool keeps_time) {
         unsigned sm;
         asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
@@ -79,8 +80,8 @@ struct Recorder {
         anchor(reinterpret_cast<unsigned long long*>(last / TRACK_BYTES * TRACK_BYTES) + 4);
     }
 
-    // As few instructions as can be, and no branch: a warp whose lanes part between wgmmas has them one after the other
-    // (C7519).
+    // Write a stamp: clock, phase, argument. As few instructions as can be, and no branch: a warp whose lanes diverge
+    // between wgmmas has them one after the other (C7519).
     __device__ __forceinline__ void stamp(Phase phase, unsigned argument = 0) {
         asm volatile(
             "{\n"
@@ -98,6 +99,7 @@ struct Recorder {
             : "r"(high), "r"(unsigned(phase) | argument << 8), "n"(TRACK_BYTES - 1));
     }
 
+    // Write the time in ns and the clock, by which stamps of different SMs are related.
     static __device__ __forceinline__ void anchor(unsigned long long* address) {
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(address[0])::"memory");
         asm volatile("mov.u64 %0, %%clock64;" : "=l"(address[1])::"memory");

@@ -10,7 +10,7 @@
 
 namespace ptxlab {
 
-// All of the kernel. Of a row of Features::ROW bytes a lane has 16, DIMS features, and PARTS lanes have all of it.
+// Run the kernel. Of a row of Features::ROW bytes a lane has 16 bytes, DIMS features, and PARTS lanes share the row.
 template <class Features>
 __device__ __forceinline__ void attend_token_by_token(const __half* q, const unsigned char* pool, const int* table,
                                                       const int* lengths, __half* out, float softmax_scale, int Hq,

@@ -1,5 +1,5 @@
-// Vector loads and stores: 2, or a multiple of 4 words at once (or 1, to be loaded), at an address that is a multiple
-// of their bytes, 16 at most.
+// Vector loads and stores of 2 words, or a multiple of 4 (loads also of 1), at an address that is a multiple of their
+// bytes, 16 at most.
 #pragma once
 #include "mma.cuh"
 
@@ -21,7 +21,7 @@ __device__ __forceinline__ void load_words(unsigned (&w)[COUNT], const void* sou
     }
 }
 
-// To shared memory; in PTX, as nvcc makes single words of some.
+// Store words to shared memory; in PTX, as nvcc makes single words of some vectors.
 template <int COUNT>
 __device__ __forceinline__ void store_words(void* destination, const unsigned (&w)[COUNT]) {
     static_assert(COUNT == 2 || COUNT % 4 == 0);

@@ -8,31 +8,31 @@ namespace ptxlab {
 
 using u64 = unsigned long long;
 
-// A K-major matrix in rows of 128 bytes under the 128-byte swizzle, from an address that is a multiple of 1024;
-// plus 2 for each 32 bytes further along K.
+// Return the descriptor of a K-major matrix in rows of 128 bytes under the 128-byte swizzle, at an address that is a
+// multiple of 1024; plus 2 for each 32 bytes further along K.
 __device__ __forceinline__ u64 swizzled_128(const void* tile) {
     return u64(shared_address(tile) >> 4) | u64(1) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 
-// The same in rows of 64 bytes under the 64-byte swizzle, from a multiple of 512.
+// Return the same for rows of 64 bytes under the 64-byte swizzle, at a multiple of 512.
 __device__ __forceinline__ u64 swizzled_64(const void* tile) {
     return u64(shared_address(tile) >> 4) | u64(1) << 16 | u64(512 >> 4) << 32 | u64(2) << 62;
 }
 
-// Before the first wgmma that takes registers which other instructions wrote, accumulators included.
+// Call before the first wgmma that takes registers which other instructions wrote, accumulators included.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until at most PENDING groups still run.
+// Wait until at most PENDING groups still run.
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// What ordinary shared-memory stores wrote becomes visible to wgmma and the copy engine.
+// Make what ordinary stores to shared memory wrote visible to wgmma and the copy engine.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A warp group gives registers back, or takes more, per thread (PTX ISA 9.7.19.5).
+// Set the registers per thread of a warp group to COUNT: fewer, or more (PTX ISA 9.7.19.5).
 template <int COUNT>
 __device__ __forceinline__ void fewer_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
@@ -42,7 +42,7 @@ __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// Tells the compiler that a register may change here, so that it is not moved across an asynchronous instruction.
+// Tell the compiler that a register may change here, so that it is not moved across an asynchronous instruction.
 template <class Register, int COUNT>
 __device__ __forceinline__ void pin(Register (&d)[COUNT]) {
 #pragma unroll

@@ -6,8 +6,8 @@
 
 namespace ptxlab {
 
-// An MN-major matrix [K, 64 m] of f16 in columns of 64 elements, 128 bytes a row, under the 128-byte swizzle: `columns`
-// bytes from 64 elements to the next 64; plus 2048 bytes for each 16 rows further along K.
+// Return the descriptor of an MN-major matrix [K, 64 m] of f16 in columns of 64 elements, 128 bytes a row, under the
+// 128-byte swizzle: `columns` bytes from 64 elements to the next 64; plus 2048 bytes for each 16 rows further along K.
 __device__ __forceinline__ u64 swizzled_128_rows(const void* tile, unsigned columns) {
     return u64(shared_address(tile) >> 4) | u64(columns >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }

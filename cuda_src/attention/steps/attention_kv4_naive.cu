@@ -15,16 +15,16 @@
 
 namespace {
 
-// 32 nibbles of a lane.
+// Features of 4 bits: a lane has 32 nibbles of a row.
 struct Nibbles {
     static constexpr int ROW = 64, DIMS = 32;
 
-    // What a token's features are multiplied out with: scale, zero.
+    // Load a token's constants (scale, zero point).
     static __device__ __forceinline__ float2 constants_of(const unsigned char* page, int token) {
         return __half22float2(*reinterpret_cast<const __half2*>(page + 64 * ROW + token * 4));
     }
 
-    // Element i: shift, mask, convert, subtract, multiply.
+    // Dequantise element i: shift, mask, convert, subtract, multiply.
     static __device__ __forceinline__ float dequant(const uint4& nibbles, int i, float2 c) {
         const unsigned words[4] = {nibbles.x, nibbles.y, nibbles.z, nibbles.w};
         const int shift = 8 * (i % 4) + i % 8 / 4 * 4;

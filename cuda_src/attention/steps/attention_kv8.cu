@@ -15,11 +15,11 @@
 
 namespace {
 
-// 16 bytes of a lane.
+// Features of 8 bits: a lane has 16 bytes of a row.
 struct Bytes {
     static constexpr int ROW = 128, DIMS = 16;
 
-    // What a token's features are multiplied out with: scale, zero.
+    // Load a token's constants (scale, zero point).
     static __device__ __forceinline__ float2 constants_of(const unsigned char* page, int token) {
         return __half22float2(*reinterpret_cast<const __half2*>(page + 64 * ROW + token * 4));
     }

@@ -1,4 +1,4 @@
-// attention_merge: the parts of a unit (queries of one head of a sequence), put together in the order of its tokens.
+// attention_merge: merge the parts of a unit (queries of one head of a sequence) in the order of its tokens.
 #include "griddep.cuh"
 #include "parts.cuh"
 
