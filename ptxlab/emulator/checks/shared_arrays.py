@@ -18,7 +18,7 @@ from ptxlab.emulator.front.types import Array
 
 
 class SharedArrays(Check):
-    """Accesses outside the array whose address they take."""
+    """Check for accesses that begin at one shared array's address and reach another."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
