@@ -1,4 +1,4 @@
-"""ldmatrix, stmatrix, movmatrix: a warp moves 8 x 8 matrices of b16 to or from shared memory, or turns one over."""
+"""ldmatrix, stmatrix, movmatrix: a warp loads, stores or transposes 8 x 8 matrices of b16."""
 
 import numpy as np
 
