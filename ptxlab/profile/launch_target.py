@@ -110,7 +110,7 @@ def weights_of(spec: KernelSpec | None, sizes: Mapping[str, Any]) -> int | None:
 
 
 def entry_of(job: LaunchTarget) -> str:
-    """Return the entry symbol that will be launched. Raises if the job is impossible on every GPU."""
+    """Return the entry symbol that will be launched. Raises for a job that no machine could run."""
     spec, source, entry = registry.resolve(job.target)
     if spec is None:
         kernel = _load_kernel(job, source, entry)

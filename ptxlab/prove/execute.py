@@ -424,10 +424,7 @@ class SymbolicExecution:
                 operation_by_head.get(head, self.compute)(instruction, lane, guard)
 
     def check_barrier(self, instruction: Instruction, guards: dict[int, Any]) -> None:
-        """Raise ValueError unless all threads of a barrier reach it in this step, under the same guard.
-
-        Raises ValueError if they do not.
-        """
+        """Raise ValueError unless all threads of a barrier reach it in this step, under the same guard."""
         words = instruction.opcode.split(".")
         if {"red", "arrive", "cluster"} & {*words}:
             raise ValueError("no such barrier")

@@ -150,7 +150,7 @@ class Initialised(Check):
             self.report(instruction, "uninitialised", lanes, is_outside, f"takes the value of {origin}")
 
     def issue(self, effect: Effect) -> None:
-        """Report uninitialised bytes that an effect reads, and mark those that it writes at once."""
+        """Report uninitialised bytes that an effect reads; mark those that it writes as initialised."""
         added_verb = "adds to" if effect.accumulates else ""
         for (lanes, _, sizes), touched_units, verb in (
             (effect.reads, effect.read_units, "takes"),

@@ -233,7 +233,7 @@ class Races(HappensBefore):
         )
 
     def is_out_of_scope(self, instruction: Instruction, threads: Array, past: Array) -> Array | bool:
-        """Tell which past accesses of other blocks lie out of the scopes of both instructions."""
+        """Tell which past accesses are of blocks that the narrower scope of the two instructions does not reach."""
         if not self.scopes.matter:
             return False
         reaches = np.minimum(self.scopes.reaches[codes_of(past)], reach_of(instruction.opcode))

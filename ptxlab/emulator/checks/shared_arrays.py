@@ -18,7 +18,7 @@ from ptxlab.emulator.front.types import Array
 
 
 class SharedArrays(Check):
-    """Check for accesses that begin at one shared array's address and reach another."""
+    """Check for shared-memory accesses outside the array that their address is computed from."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
