@@ -99,7 +99,7 @@ def _elements_of(operand: ir.Operand) -> tuple[ir.Operand, ...]:
 
 
 def nearest(state: State) -> Instruction:
-    """Find the matrix instruction nearest to the stop: the present one, or one around it.
+    """Find the matrix instruction nearest to the stop.
 
     It is the present one, the last one above it, or the first of the kernel.
     """

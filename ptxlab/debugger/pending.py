@@ -1,4 +1,4 @@
-"""Lists pending work of a wave: copies, wgmma, barriers; and the places of its warps."""
+"""Pending work of a wave: copies, wgmma, barriers; and the places of its warps."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from ptxlab.emulator.sync.mbarrier import MBarriers
 
 
 def lines(machine: Machine, block: int) -> list[str]:
-    """List the pending effects, mbarriers and barriers of a block, one line each; one line if there are none."""
+    """List a block's pending effects, mbarriers, barriers and waiting threads; one line if nothing is pending."""
     pending_lines = [*_effects(machine, block), *_mbarriers(machine, block), *_barriers(machine, block)]
     return [*pending_lines, *_waiting(machine, block)] or ["nothing is pending"]
 

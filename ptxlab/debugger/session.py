@@ -123,7 +123,7 @@ class Session:
         self.focus = block, thread
 
     def _watch(self, moment: Moment) -> None:
-        """Focus a thread of the moment's finding or lanes, unless the focused warp is among them."""
+        """Focus the thread of the moment's finding; without one a lane of it, unless the focused warp runs it."""
         if moment.ended:
             return
         if moment.findings:
@@ -302,7 +302,7 @@ class Session:
     # Backwards
 
     def back(self, unit: str = "line", *, everyone: bool = False) -> Stop:
-        """Go back to the end of the previous step, or to a breakpoint in between."""
+        """Go back to the last moment before here where such a step ends, or to a breakpoint in between."""
         steps = self._steps(unit, everyone, None)
         return self._backward("back", self._or_breakpoint(steps))
 

@@ -66,7 +66,7 @@ class Moment:
 
     @cached_property
     def warps(self) -> Array:
-        """Indices of the warps whose lanes run the instruction."""
+        """Indices in the wave of the warps whose lanes run the instruction."""
         return np.unique(indices_of(self.lanes) // 32)
 
 
@@ -101,7 +101,7 @@ class StoppableCall:
         self._thread.start()
 
     def go(self, stop_reason: StopReason) -> None:
-        """Continue to the first moment with a stop reason, or to the end. KeyboardInterrupt stops at the next."""
+        """Run to the first moment with a stop reason, or to the end; a KeyboardInterrupt stops at the next moment."""
         self._stop_reason = stop_reason
         self._stopped.clear()
         self._go.release()
@@ -112,7 +112,7 @@ class StoppableCall:
                 self.interrupted = True
 
     def abandon(self) -> None:
-        """Abandon the run. Its last moment keeps registers and memory, but no barriers and no pending effects."""
+        """End the run where it is. Its last moment keeps registers and memory, no barriers and no pending effects."""
         self._abandoned = True
         self._go.release()
         self._thread.join()
@@ -205,7 +205,7 @@ class StoppableCall:
 
 
 class _Stops(Watcher):
-    """Watcher that reports every instruction of a wave, with its guard, to the run."""
+    """Watcher that has the run dispatch every instruction of a wave, together with its guard."""
 
     def __init__(self, run: StoppableCall, machine: Machine) -> None:
         self.run, self.machine = run, machine

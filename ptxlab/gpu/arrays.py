@@ -16,7 +16,7 @@ ALIGNMENT = 16  # bytes: the widest load or store of one thread
 
 
 def without_pool() -> None:
-    """Disable CuPy's memory pool, so that each array is an allocation of its own that tools can bound."""
+    """Disable CuPy's memory pool from now on: each array gets its own allocation, so that tools see where it ends."""
     import cupy
 
     cupy.cuda.set_allocator(None)

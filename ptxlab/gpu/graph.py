@@ -108,7 +108,7 @@ def capture(calls: Iterable[Callable[[], None]]) -> Graph:
 
 
 def wrap_graph(launch: Callable[[], None], stream: int, calls: int) -> Graph:
-    """Wrap a graph that another library captured as a `Graph`, to time it in the same way.
+    """Make a `Graph` of a graph that another library captured, to time it in the same way.
 
     Args:
         launch: replays it on its stream, without waiting.

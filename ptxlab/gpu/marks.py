@@ -25,7 +25,7 @@ class NamedRange:
 
 @contextmanager
 def profiling() -> Iterator[None]:
-    """Start the profiler for the launches inside: CUDA's profiler start and stop around them.
+    """Limit what a waiting profiler records to the launches inside, by CUDA's profiler start and stop.
 
     Such profilers are `ncu --profile-from-start off` and `nsys profile -c cudaProfilerApi`. The recording begins when
     the device has finished everything before, and ends when it has finished what is launched inside.

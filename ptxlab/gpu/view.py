@@ -63,7 +63,7 @@ def view(name: str, array: Any) -> View:
 
 
 def flat_rows(name: str, array: Any) -> tuple[Any, int]:
-    """Flatten an array of rows [T, ...] with gaps between rows for a kernel that takes a row pitch.
+    """Flatten an array of rows [T, ...] if there are gaps between them, for a kernel that takes a row pitch.
 
     Returns:
         The array and the elements from one row to the next. An array with gaps between its rows becomes a flat one on

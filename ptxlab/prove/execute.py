@@ -424,7 +424,7 @@ class SymbolicExecution:
                 operation_by_head.get(head, self.compute)(instruction, lane, guard)
 
     def check_barrier(self, instruction: Instruction, guards: dict[int, Any]) -> None:
-        """Raise ValueError unless all threads of a barrier reach it in this step, under the same guard."""
+        """Raise ValueError unless a barrier's threads reach it at once, under one guard, so that it holds none back."""
         words = instruction.opcode.split(".")
         if {"red", "arrive", "cluster"} & {*words}:
             raise ValueError("no such barrier")

@@ -282,7 +282,7 @@ def _key(i: int, name: str) -> str:
 
 
 def _record_reads(names: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
-    """Wrap arrays among the names so that they record each element that is read in `seen`."""
+    """Return the names, with arrays wrapped to record in `seen` each element that is read."""
     recording = {}
     for name, x in names.items():
         if isinstance(x, Elements):
@@ -294,10 +294,7 @@ def _record_reads(names: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
 
 
 def _claimed_bits(left: Any, right: Any) -> tuple[str, Any] | None:
-    """Return the type of an equation's left side, and its right side as bits; None if a side is no integer.
-
-    Return None unless both sides are integers.
-    """
+    """Return the type of an equation's left side, and its right side as bits; None if a side is no integer."""
     if not isinstance(left, Integer | int) or not isinstance(right, Integer | int):
         return None
     is_signed_claim, bits = Integer.of(left).low < 0, Integer.of(left).bits.size()

@@ -1,4 +1,4 @@
-"""One loop step, executed from unknown registers and memory, and the formulas of loop claims about it.
+"""One loop step, executed from unknown registers and memory, and the formulas of a `LoopClaim` about it.
 
 The body is executed once, for one thread that stands for all. Registers, special registers and whatever is loaded are
 anything, and so is what an instruction gives that is not modelled. An integer matrix instruction or a dp4a adds an
@@ -36,7 +36,7 @@ TOP_BITS = 0x80808080
 
 @dataclass(frozen=True)
 class Product:
-    """A symbol for the sum that a step's integer MMAs or dp4as add to one accumulator.
+    """A symbol for the sum that a step's integer matrix instructions or dp4as have so far added to one accumulator.
 
     Attributes:
         symbol: it.
@@ -242,7 +242,7 @@ class LoopStepExecution(SymbolicExecution):
             self.write(0, guard, target, initial_sum + products_sum)
 
     def split_sum(self, accumulated: Bits) -> tuple[Bits, int]:
-        """Split an accumulator into its sum before the step and the products that the step has added.
+        """Separate an accumulator from the products that this step has added to it.
 
         Return the sum without them, and the number of channels that they cover.
         """
@@ -314,7 +314,7 @@ def sums_are_exact(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
 
 
 def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
-    """Build the formulas that each packed mad or mul has operands in range and exact lanes."""
+    """Build the formulas that each packed mad or mul has operands in range, and exact lanes for admitted groups."""
     queries = []
     for body in bodies:
         steps = [s for s in body.steps if s.instruction.head in ("mad", "mul")]
@@ -374,7 +374,7 @@ def converts(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
 
 
 def _sixteen_times(word: Bits, packed: Bits, first: int) -> Any:
-    """Build the formula that the s8 bytes of `word` are 16 x the s4 nibbles of `packed` that begin at bit `first`."""
+    """Build the formula that the s8 bytes of `word` are 16 times the high (`first` 4) or low s4 nibbles of `packed`."""
     fours = [z3.Extract(first + 3, first, octet) for octet in split_fields(packed, 8)]
     return z3.And(
         [z3.SignExt(24, x) == 16 * z3.SignExt(28, q) for x, q in zip(split_fields(word, 8), fours, strict=True)]
@@ -444,7 +444,7 @@ def _product_bounds(body: Body, loop: LoopClaim) -> Bounds:
 
 
 def _operands_fit(body: Body, loop: LoopClaim, start: int = 0) -> Iterator[Query]:
-    """Yield the formulas that products are added only to sums or `start`, and that operands are in range.
+    """Yield the formulas that products are added only to sums, 0 or `start`, and that elements lie within the claim.
 
     Elements lie there by their type, or by what the loop's code left in registers.
     """

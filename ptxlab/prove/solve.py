@@ -127,7 +127,7 @@ def time_limit(seconds: float | None, unfinished: str) -> Iterator[None]:
 
 
 def check(solver: Any, *assumptions: Any, seconds: float) -> Any:
-    """Check assumptions with a z3 solver, for at most `seconds`.
+    """Ask a z3 solver, for at most `seconds`, whether its formulas and the assumptions can hold; return its verdict.
 
     Raises KeyboardInterrupt after a Ctrl-C, which z3 takes for itself, and which it answers as if time were over.
     """

@@ -150,7 +150,7 @@ def layout_of(name: str, make: Callable[..., Arrays], pack: Pack, sizes: tuple[t
 
 
 def _logical_input(pack: Pack, example: Arrays, name: str) -> LogicalInput:
-    """Return the logical input of that name, with the number of bits per element that `pack` keeps."""
+    """Return the logical input of that name, with the number of bits per element that `pack` accepts."""
     array = example[name]
     dtype_range = (0, 0) if array.dtype.kind == "f" else (np.iinfo(array.dtype).min, np.iinfo(array.dtype).max)
     for low, high in (dtype_range, *_DOMAINS[array.dtype.kind]):

@@ -74,7 +74,7 @@ class Plan:
         self.launch_at(stream, addresses, [arrays[name].owner for name in self.mapped] if self.mapped else ())
 
     def launch_at(self, stream: int, addresses: Sequence[int], owners: Sequence[Any]) -> None:
-        """Launch on arrays at these addresses, in the order of `names`; `owners` are the arrays for tensor maps."""
+        """Launch on arrays at these addresses, in the order of `names`; `owners` are the arrays of `mapped`."""
         try:
             words = self._idle.pop()
         except IndexError:

@@ -301,7 +301,7 @@ def _normalise_type(type_: str) -> str:
 
 
 def _as_struct(parameter: Parameter, variable: Variable) -> Parameter:
-    """Return a parameter of unknown type as a struct of the size that PTX declares, if it declares one."""
+    """Return a parameter of unknown type as a struct of as many bytes as PTX declares, if it declares bytes."""
     if parameter.is_pointer is None and variable.type == "b8":
         return replace(parameter, is_pointer=False, struct_bytes=variable.size)
     return parameter

@@ -283,7 +283,7 @@ def _check_rows(job: Job, seed: int) -> str:
 def compare(
     spec: KernelSpec, outputs: Mapping[str, np.ndarray], logical: Arrays, config: Mapping[str, int] | None = None
 ) -> None:
-    """Raise VerificationError at the first difference between an output and the reference (of variant `config`)."""
+    """Raise VerificationError with the first place where an output is off the reference (in the variant `config`)."""
     expected = spec.expected(logical, config)
     if spec.bound is not None:
         constants = {**dict.fromkeys(spec.by_variant, 0), **(config or {})}

@@ -23,7 +23,7 @@ _MAY_NOT = "as root, or with the option NVreg_RestrictProfilingToAdminUsers=0 of
 
 
 def counters(command: Sequence[str], kernel: str, metrics: Sequence[str]) -> dict[str, float]:
-    """Run a command under ncu and return the metrics of its only launch of `kernel`."""
+    """Run a command under ncu and return the numbers of its only launch of `kernel`, as `launches` does."""
     return launches(command, [kernel], metrics)[0]
 
 

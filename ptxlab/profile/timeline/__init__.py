@@ -156,10 +156,7 @@ class Timeline:
         return tuple(map(tuple, groups))
 
     def busy(self, window: Window | None = None) -> float:
-        """Compute a lower bound of the share of time in which one SM's tensor cores run `wgmma`.
-
-        The true share is at least this.
-        """
+        """Compute a lower bound of the share of time in which one SM's tensor cores run `wgmma`."""
         begin, end = window or (0, max(1, self.duration))
         spans = [(max(p.start, begin), min(p.stop, end)) for products in self.products for p in products]
         return sum(max(0, stop - start) for start, stop in spans) / (end - begin)
@@ -170,7 +167,7 @@ class Timeline:
         return self.duration / self.mhz / self.recording_us if self.mhz and self.recording_us else 1.0
 
     def steady(self, width: float | None = None) -> Window:
-        """Choose a time window in the main loop, shortly before its middle.
+        """Choose a time window in the main loop, centred a little before its middle; without a loop the whole launch.
 
         It has the given width, or that of some repetitions.
         """
@@ -251,7 +248,7 @@ def save(timeline: Timeline, path: Path) -> None:
 
 
 def load(path: Path) -> Timeline:
-    """Read a timeline from JSON; raises `FileError`, which says why, for any other file."""
+    """Read a timeline from JSON; raises `FileError`, which says why in one line, for any other file."""
     record = read_record(path, _DESCRIPTION, SCHEMA)
     if record.get("phases") != list(PHASES):
         raise FileError(f"{path}: not {_DESCRIPTION} of schema {SCHEMA}")
