@@ -418,7 +418,7 @@ def space_pairs(tensor: bool, notifies: bool, multicast: bool, reduces: bool) ->
 def _route(
     machine: Machine, instruction: Instruction, extra_operands: list[ir.Operand], notifies: bool, multicast: bool
 ) -> Route:
-    """Build the function (lanes, targets) -> entries, their target offsets, and the mbarriers they notify or -1.
+    """Build the function (lanes, targets) -> per entry its lane's position, target offset, and mbarrier or -1.
 
     A multicast goes to the same place in each block that the mask names.
     """

@@ -65,11 +65,11 @@ class Divergence(Check):
         return handler
 
     def wrap_guarded(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Wrap a guarded branch, which some lanes take and others pass."""
+        """Wrap a guarded instruction to follow its lanes: some take a branch, others go on behind it."""
         return self.follow_branches(self.machine.index[id(instruction)], handler)
 
     def follow_branches(self, pc: int, handler: Handler) -> Handler:
-        """Wrap the handler of a block's last instruction to count loop iterations and early exits of its lanes."""
+        """Wrap the handler of a block's last instruction to count its lanes' loop iterations and note early exits."""
         loop_edges, early_exits = self.flow.loop_edges.get(pc, ()), self.flow.early_exits.get(pc, ())
         if not loop_edges and not early_exits:
             return handler
@@ -86,7 +86,7 @@ class Divergence(Check):
         return follow
 
     def exit(self, lanes: Lanes) -> None:
-        """Record that ending lanes have reached the end of the code, unless they left early; flag parked lanes."""
+        """Record that ending lanes, unless they left early, reached the end; flag parked lanes, which look again."""
         for meeting in self.machine.meetings.values():
             for pc, meeting_lanes, _ in meeting:
                 self.parked[meeting_lanes] = pc in self.flow.aligned

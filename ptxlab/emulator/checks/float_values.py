@@ -61,7 +61,7 @@ def is_kind(operand: Values, kind: str) -> Array | bool:
 
 
 class FloatValues(Check):
-    """Check the results of floating-point arithmetic."""
+    """Check floating-point arithmetic for special results (NaN, infinity, ...) where no operand is such."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)

@@ -328,7 +328,7 @@ class HappensBefore(Check):
                 places_told.pop(place, None)
 
     def release_mbarriers(self, lanes: Lanes) -> None:
-        """Record that mbarriers of these lanes are released to those that wait at the cluster's next barrier."""
+        """Record that mbarriers which these lanes initialised are released to waiters at the cluster's next barrier."""
         actors = actors_of(np.array([*self.initialised.values()], np.uint64))
         is_own = np.isin(actors, indices_of(lanes)).tolist()
         self.released.update(dict(compress(self.initialised.items(), is_own)))

@@ -149,7 +149,7 @@ class InFlight(Check):
             self.report(effect.instruction, "async", lanes, by_entry(is_hit, sizes), f"{does} {description}")
 
     def check_visibility(self, effect: Effect) -> None:
-        """Report bytes and mbarriers of an effect that are not visible to it or its thread for want of a fence."""
+        """Report bytes of an effect that no proxy fence orders before it, and mbarriers unknown to its thread."""
         for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
             if not self.order.is_initialised(place, lane):
                 writer_text = self.order.instruction_of(self.order.initialised[place]).seen_from(effect.instruction)
@@ -258,7 +258,7 @@ class InFlight(Check):
                 self.read.put(effect.written_units(unit), unit, 0)
 
     def end(self) -> None:
-        """Report unfinished copies from shared memory, which is freed when its block ends."""
+        """Report copies from shared memory that nobody has waited for: it is freed when its block ends."""
         self.publish()
         for effect in self.pending.queue:
             lanes, starts, sizes = effect.reads

@@ -150,7 +150,7 @@ class Initialised(Check):
             self.report(instruction, "uninitialised", lanes, is_outside, f"takes the value of {origin}")
 
     def issue(self, effect: Effect) -> None:
-        """Report uninitialised bytes that an effect reads; mark those that it writes as initialised."""
+        """Report unwritten bytes that an effect reads; what it writes counts as written now, `in_flight` knows when."""
         added_verb = "adds to" if effect.accumulates else ""
         for (lanes, _, sizes), touched_units, verb in (
             (effect.reads, effect.read_units, "takes"),

@@ -62,7 +62,7 @@ class LoadTaint(Check):
         return track_and_run
 
     def wrap_guarded(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Wrap a guarded instruction to count its guard as used."""
+        """Wrap a guarded instruction to count its guard as used: what becomes of all lanes depends on it."""
         guard = instruction.guard
         assert guard is not None
 

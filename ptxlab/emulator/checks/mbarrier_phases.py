@@ -82,7 +82,7 @@ class MBarrierPhases(Check):
         last.seen[columns[is_first]] = clocks.own_times[indices[is_first]]
 
     def know_the_end(self, phase: Phase, lanes: Array) -> Array:
-        """Tell which of these lanes know from others that the phase is over."""
+        """Tell which of these lanes, which have not seen the phase over, know from others that it is."""
         clocks, columns = self.order.clocks, np.flatnonzero(phase.seen)
         seers = lanes[0] - lanes[0] % clocks.size + columns
         is_known = np.zeros(len(lanes), bool)

@@ -101,7 +101,7 @@ def outside(values: Array, lane_type: LaneType) -> Array:
 
 
 def _blame(operation: LaneOperation, target: LaneType, exact: Array, lane: int) -> tuple[int, str]:
-    """Find the lane that overflowed into `lane`: the nearest one below that does not fit its bits.
+    """Find the lane that overflowed into `lane`, and why: the nearest one below that does not fit its bits.
 
     For a right shift it is the lane above.
     """

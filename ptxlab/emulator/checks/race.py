@@ -113,7 +113,7 @@ class Races(HappensBefore):
         self.writes.put(touch.places, touch.unit, touch.events)
 
     def observe_flag(self, place: int, lanes: Array) -> None:
-        """Order a write before the strong reads that see it, even if the write releases nothing."""
+        """Order a write before the strong reads that see it, whatever it releases."""
         self.observe_write(place, int(self.writes.get(np.array([place]), 1)[0]), lanes)
 
     def touch(self, access: MemoryAccess, lanes: Lanes, offsets: Array, strong: bool, *shadows: Shadow) -> Touch:

@@ -68,7 +68,7 @@ class RacePdl(Check):
             self.read(access.instruction, indices_of(lanes), offsets)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """Check writes to buffers that the predecessor may use."""
+        """Check writes to global memory, which the predecessor may use."""
         self.write(access.instruction, indices_of(lanes), offsets)
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
@@ -90,7 +90,7 @@ class RacePdl(Check):
         self.judge(instruction, indices, offsets, self.is_from_predecessor(offsets), "read of", "write")
 
     def read_as_constant(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
-        """Report `.nc` reads of the predecessor's buffers: the compiler may move them ahead of the wait."""
+        """Report `.nc` reads of the predecessor's buffers, wherever placed: ptxas may move them ahead of the wait."""
         from_predecessor = self.is_from_predecessor(offsets)
         if from_predecessor.any():
             place = self.machine.memory.name_byte(int(offsets[int(np.argmax(from_predecessor))]))

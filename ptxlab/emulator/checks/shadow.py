@@ -16,7 +16,7 @@ UNITS = (16, 8, 4, 2, 1)  # bytes
 
 
 class Shadow:
-    """Shadow memory: a number for each byte, stored in cells of 1 to 16 bytes."""
+    """A number for each byte of memory, whose size is a multiple of 16; stored in cells of 1 to 16 bytes."""
 
     def __init__(self, size: int) -> None:
         self.grain = UNITS[0]  # bytes of a cell, the smallest unit that anything has been set in
@@ -82,7 +82,7 @@ def repeat_byte(byte: int, size: int) -> int:
 def coarsest(grain: int, units: Callable[[int], Array], *shadows: Shadow) -> tuple[int, Array]:
     """Find the largest unit, up to `grain` bytes, within which all shadows are uniform, and the unit indices.
 
-    `units` makes these numbers for a unit.
+    `units` makes these indices for a unit.
     """
     for unit in UNITS[UNITS.index(grain) :]:
         if unit in (2, 8) and unit < grain:  # too small a gain to look for

@@ -25,7 +25,7 @@ COLUMNS_PER_STEP = 2  # of wgmma m64nNk32, 8-bit: 4096 multiply-adds per clock a
 
 
 class StepClock(Check):
-    """A step count per warp, which the clock registers return."""
+    """Times of the warps of a wave in steps, waits included, which the clock registers return."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)

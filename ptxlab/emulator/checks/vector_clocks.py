@@ -58,7 +58,7 @@ def memoize_join() -> Callable[[Clock, Clock], Clock]:
 
 
 def groups(keys: Array) -> list[Array]:
-    """Yield for each distinct key the array of its positions."""
+    """Return for each distinct key, in ascending order, the array of its positions."""
     order = np.argsort(keys, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
 

@@ -67,7 +67,7 @@ class RegistersInUse(Check):
         return check_and_run
 
     def _is_busy(self, lanes: Lanes) -> Any:
-        """Tell which lanes have a wgmma under way."""
+        """Tell which lanes have a wgmma under way, ahead of which what follows cannot be moved."""
         return self.used[sorted(self.in_use)][:, lanes].any(axis=0) if self.in_use else False
 
     def _row(self, place: tuple[int, int]) -> Array:
@@ -205,7 +205,7 @@ def seen_by_wgmmas(entry: Entry) -> set[tuple[int, int]]:
 
 @cache_on_subject
 def registers_of_wgmmas(entry: Entry) -> set[tuple[int, int]]:
-    """Return the operand registers of all wgmmas, by width and index."""
+    """Return the registers of A and D of all wgmmas, by width (32 bits) and index."""
     multiplies = (i for i in entry.instructions if i.opcode.startswith("wgmma.mma_async"))
     places = (register.place for i in multiplies for register in (*i.destinations, *i.sources))
     return {(width, index) for width, index in places if width == 32}

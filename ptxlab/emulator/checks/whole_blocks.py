@@ -59,7 +59,7 @@ def may_return(entry: Entry, instruction: Instruction) -> bool:
 
 
 def leaves(path: str, first: int, last: int) -> bool:
-    """Tell whether lines of a source have a `return`, also by a macro; True if the source cannot be read."""
+    """Tell whether source lines have a `return`, `exit` or `goto`, also by a macro; True if they cannot be read."""
     text = read_code(Path(path))
     if text is None:
         return True

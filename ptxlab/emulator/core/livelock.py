@@ -16,7 +16,7 @@ WHILE = 1 << 14  # steps that a look takes
 
 
 class LivelockDetector:
-    """Detects that a wave repeats a state. The scheduler asks `has_repeated` once it has taken `due` steps."""
+    """Detects that a wave repeats a state: the scheduler asks `has_repeated` from step `due` of the launch on."""
 
     def __init__(self, wave: Wave, ready: dict[int, Lanes], state: Callable[[], object], turns: int) -> None:
         """Watch the scheduler's `ready` and `state`.

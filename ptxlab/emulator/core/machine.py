@@ -226,7 +226,7 @@ class Machine(Wave):
             unit.recheck()
 
     def run(self) -> None:
-        """Bind the code, then run all lanes and their pending effects to the end."""
+        """Bind the code, then run all lanes and their pending effects to the end; raise what they run into."""
         self.handlers = [self.bind(instruction, pc) for pc, instruction in enumerate(self.code)]
         self.run_ready()
         # nobody can run: something lands, else held stores are done, and only then do waiters hear "not yet"

@@ -85,7 +85,7 @@ class Memory:
         return region if region and end <= region.end else None
 
     def touch_each(self, offsets: Array, size: int | Array) -> tuple[Array, list[Region]]:
-        """Return which accesses lie outside every region (bool each), and the regions of the others."""
+        """Return which accesses do not lie wholly in one region (bool each), and the regions of the others."""
         index = np.searchsorted(self.starts_array, offsets, "right") - 1
         is_outside = (index < 0) | (offsets + size > self.ends_array[index])
         return is_outside, [self.regions[i] for i in np.unique(index[~is_outside])]

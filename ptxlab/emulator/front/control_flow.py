@@ -117,7 +117,7 @@ def loop(graph: ControlFlowGraph, block: int, start: int) -> set[int]:
 
 
 def leaves(graph: ControlFlowGraph, code: list[Instruction], block: int, start: int) -> bool:
-    """Tell whether each block after `start` can be bypassed from `block` to the end; a bare `ret` may be shared."""
+    """Tell whether `block` can reach the end around each block reachable from `start`, bare `ret` and `bra` apart."""
     for common in graph.find_reachable([start]) - {END}:
         instructions = code[graph.first[common] : graph.last[common] + 1]
         is_bare = all(i.head in (*_LEAVES, "bra") and i.guard is None for i in instructions)

@@ -85,7 +85,7 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A called function without a body in the module: one that the driver provides, or none does."""
+    """A called function without a body in the module: the driver provides it, or nobody does."""
 
     name: str
 

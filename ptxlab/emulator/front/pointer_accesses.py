@@ -69,7 +69,7 @@ def accesses_of(entry: Entry) -> dict[str, frozenset[PointerAccess]]:
 
 
 def pointers_of(entry: Entry) -> set[str]:
-    """Find the parameters that are certainly pointers: some access has its address from them alone."""
+    """Find the parameters that are certainly pointers: some access has its address from that one alone."""
     pointers = _pointers(entry)
     origins = (_origins(instruction, pointers) for instruction in entry.instructions)
     return {name for origin in origins if len(origin) == 1 for name in origin}

@@ -91,7 +91,7 @@ def _repetitions(entry: Entry) -> set[int]:
 
 
 def _has(form: quirks.Form, instruction: Instruction, makers: Makers) -> bool:
-    """Tell whether an instruction has the quirk's form, leaving preceding instructions out of account."""
+    """Tell whether an instruction, with the makers of its sources, has the form; `form.again` is not looked at."""
     operands = instruction.operands
     constants = [_constant(operand, makers) for operand in operands]
     parts = [operand.selector.removeprefix("-") if isinstance(operand, Register) else "" for operand in operands]
@@ -129,7 +129,7 @@ def _without_place(instruction: Instruction) -> tuple[object, ...]:
 
 
 def _constant(operand: object, makers: Makers) -> int | None:
-    """Return the number that an operand always holds; None if it is not constant."""
+    """Return the number that an operand holds, itself or by a lone unguarded `mov`; None if neither tells."""
     if isinstance(operand, Register) and (maker := makers.get(operand.place)) and maker.head == "mov":
         operand = maker.operands[1] if maker.guard is None else operand
     return operand.bits if isinstance(operand, Immediate) else None

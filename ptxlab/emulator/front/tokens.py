@@ -145,7 +145,7 @@ class Cursor:
             self.fail(f"{text[:20]}{'...' * (len(text) > 20)} is not an integer that can be read")
 
     def constant(self, weakest: int = 0, left: int | None = None) -> Immediate:
-        """Parse a constant: a literal or integer expression; `left` is a first operand that has been read."""
+        """Parse a constant: a literal, or integers joined as by ptxas; `left` is a first operand that has been read."""
         is_literal = self.kinds[self.position] == "number" and self.texts[self.position + 1] not in OPERATORS
         if left is None and is_literal:  # most
             return self.number()

@@ -38,7 +38,7 @@ def places_of_factor(by_lane: bool) -> Places:
 
 
 def places_of_sum(type_name: str) -> Places:
-    """Return rows and columns of C's or D's elements, by lane: of f16 a row, of f32 two separate pairs by two."""
+    """Return rows and columns of C's or D's elements, by lane: a row of f16, or f32 pairs in 2 rows by 2 columns."""
     lane, i = np.indices((8, 8))
     high, lane_in_quad = lane // 4 * 4, lane % 4
     if type_name == "f16":

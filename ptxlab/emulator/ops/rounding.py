@@ -138,7 +138,7 @@ def _nearest(x: Array, type_name: str) -> Array:
 
 
 def _step(nearest: Array, nearest_value: Array, exact: Array, type_name: str, mode: str) -> Array:
-    """Move the nearest value a step where the rounding mode needs it; for f64 `exact` has the error's sign."""
+    """Move the nearest value a step where the mode needs it; for f64 `exact` is the sign of what is missing."""
     if mode == "rn":
         return nearest
     is_above = exact < 0 if type_name == "f64" else nearest_value > exact  # the nearest value lies above the exact one
@@ -162,7 +162,7 @@ def flush(x: Array, type_name: str) -> Array:
 
 
 def round_and_flush(hi: Array, lo: Array | float, type_name: str, mode: str = "rn") -> Array:
-    """Round as `round_to`, then flush as .ftz: subnormal numbers become zeros of their sign.
+    """Round as `round_to`, then as .ftz: what is smaller than all normal numbers becomes zero of its sign.
 
     The hardware looks at what it has rounded to the type's bits with any exponent: 2^-126 (1 - 2^-24) is smaller,
     though the nearest f32 is 2^-126.
