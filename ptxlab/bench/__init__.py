@@ -311,6 +311,7 @@ def as_tables(record: Record) -> list[tuple[str, list[str], list[list[str]]]]:
 
 
 def _table(key: tuple[str, ...], rows: Sequence[Row]) -> tuple[str, list[str], list[list[str]]]:
+    """Return title, column heads and cells of one table: the rows with this key (measure, activations, unit, name)."""
     measure, activations, unit, name = key
     first = rows[0].sizes if len(rows) > 1 else {}
     common = {symbol: size for symbol, size in first.items() if all(row.sizes.get(symbol) == size for row in rows)}

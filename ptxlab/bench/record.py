@@ -257,10 +257,10 @@ def compare(new: Record, old: Record, tolerance: float = TOLERANCE) -> list[Slow
     if new.device.get("slug") != old.device.get("slug"):
         raise ArgumentError("against", f"a record of {new.device.get('slug')}", old.device.get("slug"))
     old_rows = {row.key: row for row in old.rows}
-    matched = [Slower(row, old_rows[row.key]) for row in new.rows if row.key in old_rows]
+    row_pairs = [Slower(row, old_rows[row.key]) for row in new.rows if row.key in old_rows]
     return [
         pair
-        for pair in matched
+        for pair in row_pairs
         if pair.is_slower_throughout and min(pair.loss, 1 - 1 / pair.cycles, 1 - 1 / pair.of_floor) > tolerance
     ]
 

@@ -26,7 +26,7 @@ _USAGE = "a condition such as %r5 == 3, of numbers, registers, arguments and ele
 
 
 def condition_of(session: Session, text: str) -> Callable[[Moment], Array]:
-    """Return a function of a moment: its lanes for which the condition holds; raises DebuggerError for what is none."""
+    """Parse a condition into a function: moment -> its lanes for which it holds; DebuggerError for any other text."""
     clauses = []
     for clause in re.split(r"\s+and\s+", text.strip()):
         match = _CLAUSE.fullmatch(clause)
@@ -48,7 +48,7 @@ def condition_of(session: Session, text: str) -> Callable[[Moment], Array]:
 
 
 def _per_lane(session: Session, moment: Moment, operand: str, lanes: Array) -> Array:
-    """Return the values of an operand in lanes of any warps, as numbers that compare exactly."""
+    """Return an operand's value in each of these lanes, of any warps, as Python numbers, which compare exactly."""
     warps = [lanes[lanes // 32 == warp] for warp in np.unique(lanes // 32)]
     parts = [_values_of(State(session, moment, int(warp[0])), operand, warp % 32) for warp in warps]
     return np.concatenate(parts) if parts else np.zeros(0)

@@ -99,7 +99,7 @@ def _elements_of(operand: ir.Operand) -> tuple[ir.Operand, ...]:
 
 
 def nearest(state: State) -> Instruction:
-    """Find the nearest matrix instruction.
+    """Find the matrix instruction nearest to the stop.
 
     It is the present one, the last one above it, or the first of the kernel.
     """
@@ -121,7 +121,7 @@ def operand(state: State, letter: str) -> tuple[Instruction, MatrixOperand]:
 
 
 def matrix(state: State, operand: MatrixOperand) -> tuple[Array, str]:
-    """Return an operand's present matrix, [rows, columns], and the type as which it is printed."""
+    """Return an operand's present matrix, [rows, columns], and the type that its elements are printed in."""
     type_name = _VIEWED.get(operand.type, operand.type)
     view_type = {"s4": "s8", "u4": "u8"}.get(type_name, type_name)
     dtype = dtype_of(view_type)

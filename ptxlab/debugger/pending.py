@@ -1,4 +1,4 @@
-"""What goes on beside the lanes of a wave: copies, products, barriers; and where its warps are."""
+"""Pending work of a wave: copies, wgmma, barriers; and the places of its warps."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from ptxlab.emulator.sync.mbarrier import MBarriers
 
 
 def lines(machine: Machine, block: int) -> list[str]:
-    """List everything that is pending for a block of the wave, or the one line that nothing is."""
+    """List a block's pending effects, mbarriers, barriers and waiting threads; one line if nothing is pending."""
     pending_lines = [*_effects(machine, block), *_mbarriers(machine, block), *_barriers(machine, block)]
     return [*pending_lines, *_waiting(machine, block)] or ["nothing is pending"]
 
@@ -38,7 +38,7 @@ def text_of(instruction: Instruction) -> str:
 
 
 def name_of(machine: Machine, place: int) -> str:
-    """Name a place in memory as `full + 8`, or in more words where no variable lies."""
+    """Name a place in memory by its variable (`full + 8`), or in words where no variable lies."""
     text = machine.memory.name_byte(place)
     match = re.search(r"\((\w+ \+ \d+)\)$", text)
     return match[1] if match else text
@@ -113,7 +113,7 @@ def _barriers(machine: Machine, block: int) -> Iterator[str]:
 
 
 def waiting_lanes(machine: Machine) -> list[Parked]:
-    """Return the lanes that wait for something."""
+    """Return the groups of lanes that wait for something, each with the reason."""
     waiting_groups = [
         Parked(pc, lanes, "the rest of its warp") for m in machine.meetings.values() for pc, lanes, _ in m
     ]

@@ -24,7 +24,7 @@ UNITS = ("line", "call", "instruction")
 
 
 class DebuggerError(PtxlabError):
-    """A command that cannot be carried out."""
+    """Error of a debugger command that cannot be carried out."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,14 @@ class Session:
 
     @property
     def lane(self) -> int | None:
-        """The thread that is looked at, as a lane of the wave; None: its block is in another wave."""
+        """Lane of the focused thread in the wave; None if its block is in another wave."""
         machine = self.now.moment.machine
         (block, thread), grid = self.focus, machine.launch.grid
         blocks = np.flatnonzero((machine.blocks == np.unravel_index(block, grid, order="F")).all(axis=1))
         return int(blocks[0]) * machine.stride + thread if len(blocks) else None
 
     def look_at(self, block: int, thread: int) -> None:
-        """Look at another thread, by the number of its block in the grid and its own in the block."""
+        """Focus another thread, by its block's index in the grid and its own in the block."""
         launch = self.now.moment.machine.launch
         for name, number, count in (("block", block, int(np.prod(launch.grid))), ("thread", thread, launch.threads)):
             if not 0 <= number < count:
@@ -123,7 +123,7 @@ class Session:
         self.focus = block, thread
 
     def _watch(self, moment: Moment) -> None:
-        """Look at a thread that the moment is about, unless the present one's warp is among them."""
+        """Focus the thread of the moment's finding; without one a lane of it, unless the focused warp runs it."""
         if moment.ended:
             return
         if moment.findings:
@@ -212,7 +212,7 @@ class Session:
         return ""
 
     def _or_breakpoint(self, steps: StopReason) -> StopReason:
-        """Return a condition that stops at a breakpoint, or where a step ends.
+        """Return a stop reason that holds at a breakpoint and where a step ends.
 
         The step is asked every time, because it follows the places.
         """
@@ -230,7 +230,7 @@ class Session:
         return self._forward("continue", self._name_stop)
 
     def step(self, unit: str = "line", *, everyone: bool = False) -> Stop:
-        """Run until the warp that is looked at, or anyone, comes to another `line`, or `instruction`.
+        """Run until the focused warp (`everyone`: any warp) reaches another `line` or `instruction`.
 
         A `call` is a line that is not in a function called from here. The other warps run as the scheduler has it.
         """
@@ -251,7 +251,7 @@ class Session:
         return self.now
 
     def _watch_condition(self, moment: Moment) -> None:
-        """Look at the first thread for which the condition of a breakpoint holds."""
+        """Focus the first thread for which a breakpoint's condition holds."""
         for breakpoint_ in self.breakpoints.values():
             if breakpoint_.condition is not None and len(lanes := breakpoint_.lanes(moment)):
                 self._look_at_lane(moment, int(lanes[0]))
@@ -302,7 +302,7 @@ class Session:
     # Backwards
 
     def back(self, unit: str = "line", *, everyone: bool = False) -> Stop:
-        """Go back to where the last step ends before here, or at a breakpoint on the way."""
+        """Go back to the last moment before here where such a step ends, or to a breakpoint in between."""
         steps = self._steps(unit, everyone, None)
         return self._backward("back", self._or_breakpoint(steps))
 
@@ -336,7 +336,7 @@ class Session:
         return self.now
 
     def _replay(self, target: tuple[int, bool], reason: str = "") -> Stop:
-        """Run again from the beginning, to a moment."""
+        """Run again from the beginning up to the moment whose key is `target`."""
         reason = reason or self.now.reason
         self._renew()
         self.now = self._run_until(lambda moment: reason if moment.key >= target else "")

@@ -1,4 +1,4 @@
-"""What a stopped session holds, by name: registers, special registers, variables, arguments."""
+"""Values in a stopped session, by name: registers, special registers, variables, arguments."""
 
 import difflib
 import re
@@ -29,7 +29,7 @@ _ADDRESS = re.compile(r"\[(?P<register>%?[\w$]+)(?P<offset>[+-]\d+)?\]")
 
 @dataclass(frozen=True)
 class Held:
-    """Something that a name stands for.
+    """A named value: a register, variable or argument, with its type and contents.
 
     Attributes:
         name: as it is printed.
@@ -70,7 +70,7 @@ class Held:
         return replace(self, type=type_name, values=contiguous_values.view(dtype))
 
     def part(self, index: str) -> "Held":
-        """Return some of the values: `3`, `0:16`, `2, 0:8`; of a register these are lanes."""
+        """Return the values at an index such as `3`, `0:16` or `2, 0:8`; a register is indexed by lane."""
         parts = [part.strip() for part in index.split(",")]
         if not all(re.fullmatch(r"\d*(?::\d*)?", part) and part for part in parts):
             raise DebuggerError(f"print: an index is a number or from:to, per axis (got [{index}])")
@@ -131,7 +131,7 @@ class State:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the arguments; of a kernel that is not the session's, those that PTX has."""
+        """Names of the arguments: those of the session's kernel, or of another kernel those in its PTX."""
         entry, kernel = self.machine.launch.entry, self.session.kernel
         return kernel.parameters if entry.name == kernel.entry else tuple(parameter.name for parameter in entry.params)
 
@@ -248,7 +248,7 @@ class State:
         return Held(name, place(0), type_name, elements, address=shared_offset, byte=place)
 
     def byte_namer(self, start: int) -> Callable[[int], str]:
-        """Return a function that names the byte at an offset from a place in the arena."""
+        """Return a function that names the byte at an offset from the arena offset `start`."""
         return lambda offset: self.machine.memory.name_byte(start + offset)
 
     def argument(self, position: int) -> Held:

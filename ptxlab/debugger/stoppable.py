@@ -30,7 +30,7 @@ _NOBODY = np.zeros(0, np.intp)
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """A point of a run: some lanes are about to run an instruction, or that has just reported something or failed.
+    """A point of a run: before lanes run an instruction, or after one that reported findings or failed.
 
     `findings` are those since the moment before.
     `position` counts instructions dispatched before, whoever ran them. At the end there is no instruction.
@@ -46,27 +46,27 @@ class Moment:
 
     @property
     def key(self) -> tuple[int, bool]:
-        """Moments of a run in their order."""
+        """Sort key of the moments of a run."""
         return self.position + self.ended, self.is_after
 
     @property
     def ended(self) -> bool:
-        """True if nothing comes after it."""
+        """True if the moment is the end of the run."""
         return self.pc == len(self.machine.code)
 
     @property
     def instruction(self) -> Instruction:
-        """The one that is about to run, or has just run."""
+        """The instruction that is about to run, or has just run."""
         return self.machine.code[self.pc]
 
     @property
     def place(self) -> tuple[object, ...]:
-        """The source line, with the calls that lead there."""
+        """The instruction's path and line, with the calls that lead there."""
         return self.instruction.path, self.instruction.line, self.instruction.callers
 
     @cached_property
     def warps(self) -> Array:
-        """The warps of the wave whose lanes run it."""
+        """Indices in the wave of the warps whose lanes run the instruction."""
         return np.unique(indices_of(self.lanes) // 32)
 
 
@@ -101,7 +101,7 @@ class StoppableCall:
         self._thread.start()
 
     def go(self, stop_reason: StopReason) -> None:
-        """Run on to the first moment that is wanted, or to the end; a KeyboardInterrupt stops at the next one."""
+        """Run to the first moment with a stop reason, or to the end; a KeyboardInterrupt stops at the next moment."""
         self._stop_reason = stop_reason
         self._stopped.clear()
         self._go.release()
@@ -112,7 +112,7 @@ class StoppableCall:
                 self.interrupted = True
 
     def abandon(self) -> None:
-        """End the run where it is. Its last moment keeps registers and memory, no barriers and nothing pending."""
+        """End the run where it is. Its last moment keeps registers and memory, no barriers and no pending effects."""
         self._abandoned = True
         self._go.release()
         self._thread.join()
@@ -155,7 +155,7 @@ class StoppableCall:
         return [_Stops(self, machine)]
 
     def reach(self, moment: Moment) -> None:
-        """Stop at a moment if the session wants it.
+        """Stop at a moment if the session's stop reason holds.
 
         It does not stop if the launch will begin again, with loads tracked that have raced.
         """
@@ -200,12 +200,12 @@ class StoppableCall:
         return new_findings
 
     def wave_ended(self, machine: Machine) -> None:
-        """Keep what the machine holds, which the launch takes from it."""
+        """Save the machine's state, which the launch clears at the end of the wave."""
         self._kept = dict(vars(machine))
 
 
 class _Stops(Watcher):
-    """Hands every instruction of a wave to the run, together with its guard."""
+    """Watcher that has the run dispatch every instruction of a wave, together with its guard."""
 
     def __init__(self, run: StoppableCall, machine: Machine) -> None:
         self.run, self.machine = run, machine

@@ -51,7 +51,7 @@ def format_values(values: Array, type_name: str) -> Array:
 
 
 def scalar(number: Array, type_name: str) -> str:
-    """Format one value; an integer in both notations, one of unknown sign as signed."""
+    """Format one value; an integer in decimal (signed if its sign is unknown) and in hexadecimal."""
     bits = int(np.asarray(number).reshape(-1)[:1].view(f"u{number.itemsize}")[0])
     if type_name == "pred" or is_float(type_name):
         return str(format_values(number.reshape(1), type_name)[0])
@@ -62,7 +62,7 @@ def scalar(number: Array, type_name: str) -> str:
 
 
 def grid(texts: Array, labels: Callable[[int], str], columns: bool = False) -> list[str]:
-    """Format the lines of a matrix of texts, each with the label of its row; as much as fits a screen."""
+    """Format a matrix of texts as lines with row labels, cut to what fits a screen."""
     rows, width = texts.shape
     column_width = max((len(text) for text in texts[:MOST].reshape(-1)), default=1) + 2
     most_columns = max(1, (_WIDTH - 10) // column_width)

@@ -94,7 +94,7 @@ def constant(kernel: Kernel, expression: str, instance: Mapping[str, str], depth
 
 
 def _definition(kernel: Kernel, name: str) -> str | None:
-    """Return the text that defines a constant: -D, a macro of the source, or a `constexpr`."""
+    """Return the defining text of a constant: from -D, a macro of the source, or a `constexpr`."""
     if name in kernel.defines:
         return str(kernel.defines[name])
     for pattern in (_MACRO, _CONSTANT):

@@ -1,4 +1,4 @@
-"""Runs PTX on the CPU, and checks what a GPU would not: packed lanes, races, uninitialised reads.
+"""Runs PTX on the CPU, with checks that a GPU does not make: packed lanes, races, uninitialised reads.
 
 `run` (`launch`) lays out memory and runs the grid as waves of blocks; `EmulatorOptions` (`options`) say how it runs;
 `chain` checks launches that follow each other.

@@ -84,7 +84,7 @@ class Chain:
                     part.copy_to(address, launch.unfenced[region.start : region.end])
 
     def leave(self, launch: LaunchState, buffers: Buffers) -> None:
-        """Record what a launch that has ended has written, before its buffers are given it."""
+        """Record what a launch has written when it has ended, before its buffers are copied back."""
         self.launches.append(launch.entry.name)
         if launch.programmatic and not launch.has_waited:
             message = "no thread executes griddepcontrol.wait: the next kernel would not wait for those before this one"
@@ -118,7 +118,7 @@ class _Bytes:
         return start < address + len(target) and address < start + len(self.by_byte)
 
     def copy_to(self, address: int, target: Array) -> None:
-        """Set what is said of the bytes at that address, as far as they are of this array."""
+        """Copy this array's values to `target`, which begins at `address`, where the two overlap."""
         start = _address(self.array)
         low, high = max(start, address), min(start + len(self.by_byte), address + len(target))
         if low < high:
@@ -146,7 +146,7 @@ def chain(
     seed: int = 0,
     given: Iterable[Array] = (),
 ) -> Iterator[Chain]:
-    """Make one chain of the launches in the emulator inside; the calls' own `mode` and `seed` do not count.
+    """Run the emulator launches inside as one chain; its `mode` and `seed` override those of the calls.
 
     Args:
         checks, mode, seed: as in `EmulatorOptions`.

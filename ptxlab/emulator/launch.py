@@ -93,9 +93,9 @@ _WATCHED: ContextVar[tuple[Attach, frozenset[str]] | None] = ContextVar("watched
 
 @contextmanager
 def watch_launches(attach: Attach, checks: Iterable[str] = ()) -> Iterator[None]:
-    """Add checks to the launches inside, by whatever call; `attach` makes further watchers of each of their waves.
+    """Add checks, and the watchers that `attach` makes for each wave, to all emulator launches inside.
 
-    It is asked before the code is bound. Its watchers come last: they see what the checks have reported by then.
+    `attach` is asked before the code is bound. Its watchers come last: they see what the checks have reported by then.
     """
     token = _WATCHED.set((attach, frozenset(checks)))
     try:
@@ -264,7 +264,7 @@ def size_of(name: str, size: Dim3) -> Extent:
 
 
 def cluster_of(kernel: Entry, requested: Extent) -> Extent:
-    """Return the cluster's size: what is asked for, or what the kernel was compiled for."""
+    """Return the cluster's size: the requested one, or the one that the kernel was compiled for."""
     required_cluster = kernel.directives.get("reqnctapercluster")
     if not required_cluster:
         return requested
@@ -297,7 +297,7 @@ def check_launch(kernel: Entry, sizes: Sizes, shared_bytes: int) -> None:
 
 
 def check_arguments(kernel: Entry, args: Sequence[Argument]) -> None:
-    """Refuse arguments that are not the parameters'."""
+    """Raise ArgumentError for arguments whose number, types or sizes do not match the parameters."""
     if len(args) != len(kernel.params):
         raise ArgumentError("args", f"{kernel.name} takes {len(kernel.params)} arguments", len(args))
     for position, (argument, param) in enumerate(zip(args, kernel.params, strict=True)):
@@ -344,7 +344,7 @@ def _run_waves(launch: LaunchState, attach: Attach | None) -> None:
 
 
 def _watchers(machine: Machine, waves: Waves | None) -> Iterator[Watcher]:
-    """Make the watchers that the options ask for.
+    """Make the watchers that the options ask for, in the order in which they must run.
 
     Their order is semantics. The machine tells them of every event in this order, which is also the order of findings
     about one event. Of two that wrap an instruction (`wrap_handler`) the later one is outside and sees it first.

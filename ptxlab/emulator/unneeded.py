@@ -1,4 +1,4 @@
-"""Fences and waits that nothing needs: each is left out in turn, and the kernel runs again with its checks on.
+"""Find unneeded fences and waits: leave out each in turn and run the kernel again with its checks on.
 
 A statement is needed if some run without it has a finding, an error, or another result than the same run with it. The
 checks "race" and "async" follow what orders accesses, not what happens to come first, so that most needed statements
@@ -92,7 +92,7 @@ def leave_out(entry: Entry, statements: Iterable[Statement]) -> Entry:
 
 
 def needs_of(statements: Iterable[Statement], attempt: Attempt, seeds: int = SEEDS) -> Iterator[Need]:
-    """Yield who needs each statement that can be left out.
+    """Yield for each statement that can be left out why it is needed, if it is.
 
     The runs are early, late and `seeds` more late ones, until one needs the statement. `attempt` runs the kernel; it
     raises `EmulationError` as `run` does. Raises EmulationError where the kernel itself has findings: these are to be

@@ -1,4 +1,4 @@
-"""The architecture that kernels are chosen and compiled for, where it is not that of the GPU at hand.
+"""The target architecture that kernels are chosen and compiled for, if it is not that of the GPU here.
 
 A Hopper GPU runs PTX for `compute_80`, which its driver compiles; the emulator runs PTX for any. So what an A100 would
 be given can be tried without one: the same kernels, the same integers. Times say nothing about an A100.
@@ -39,7 +39,7 @@ def capability(arch: str) -> tuple[int, int]:
 
 
 def why_not_compiled(arch: str | None, *, exact: bool = False) -> str | None:
-    """Say why a kernel cannot be compiled for the target; None if it can, or there is no target.
+    """Return why a kernel cannot be compiled for the target; None if it can, or if there is no target.
 
     Args:
         arch: lowest architecture that the kernel needs, `sm_80`; None: any.
@@ -56,5 +56,5 @@ def _fits(arch: str, target_arch: str, exact: bool) -> bool:
 
 
 def needs(arch: str, exact: bool) -> str:
-    """Say on which GPUs a kernel runs."""
+    """Return in words on which GPUs a kernel runs."""
     return f"it runs only on {arch}" if exact else f"it runs on {arch} or above"

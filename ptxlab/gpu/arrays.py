@@ -16,14 +16,14 @@ ALIGNMENT = 16  # bytes: the widest load or store of one thread
 
 
 def without_pool() -> None:
-    """Make each CuPy array an allocation of its own from now on, so that tools see where it ends."""
+    """Disable CuPy's memory pool from now on: each array gets its own allocation, so that tools see where it ends."""
     import cupy
 
     cupy.cuda.set_allocator(None)
 
 
 def free_pool() -> None:
-    """Give the memory that CuPy's pool holds for later arrays back to the driver; nothing without CuPy in use."""
+    """Return the unused memory of CuPy's pool to the driver; does nothing if CuPy is not imported."""
     cupy = sys.modules.get("cupy")
     if cupy is not None:
         cupy.get_default_memory_pool().free_all_blocks()
@@ -31,7 +31,7 @@ def free_pool() -> None:
 
 @contextmanager
 def allocating_elsewhere(nbytes: int) -> Iterator[None]:
-    """Allocate the arrays that are made inside at other addresses: `nbytes` are taken first.
+    """Shift the addresses of arrays that are allocated inside, by first allocating a spacer of `nbytes`.
 
     CuPy's pool has nothing to reuse. What the driver hands out is its own affair: as a rule other memory than for the
     arrays before.

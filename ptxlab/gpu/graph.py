@@ -46,11 +46,11 @@ class Graph:
     calls: int
 
     def replay(self, stream: Any = None) -> None:
-        """Replay once, without waiting; on `stream` (CuPy's) if it is given."""
+        """Replay the graph once without waiting, on its own stream or a given CuPy stream."""
         self.graph.launch(self.stream if stream is None else stream)
 
     def run(self, call: Callable[[], None]) -> None:
-        """Run something else on the same stream."""
+        """Run a call on the graph's stream."""
         with self.stream:
             call()
 
@@ -108,7 +108,7 @@ def capture(calls: Iterable[Callable[[], None]]) -> Graph:
 
 
 def wrap_graph(launch: Callable[[], None], stream: int, calls: int) -> Graph:
-    """Wrap a graph that another library captured, so that it is timed like our own.
+    """Make a `Graph` of a graph that another library captured, to time it in the same way.
 
     Args:
         launch: replays it on its stream, without waiting.

@@ -126,7 +126,7 @@ def pack(kernel: GpuKernel, args: Sequence[Any]) -> PackedArguments:
 
 
 def bind(kernel: GpuKernel, geometry: Launch) -> Callable[[int, int], None]:
-    """Check and set up a launch except for its arguments and stream, for calls that have to be quick.
+    """Check and prepare a launch for calls that have to be quick: the returned function takes arguments and stream.
 
     A programmatic launch that asks for no shared memory gets some, so that its blocks spread over the SMs. Otherwise
     they gather on those that the launch before leaves free first, and share them when they run (decision 0029).
@@ -161,7 +161,7 @@ def bind(kernel: GpuKernel, geometry: Launch) -> Callable[[int, int], None]:
 
 
 def spread_bytes(geometry: Launch, static: int, device: DeviceInfo) -> int:
-    """Compute the dynamic shared memory with which an SM holds no more blocks than its share; 0 for large grids.
+    """Compute the dynamic shared memory with which an SM holds no more than its share of the blocks; 0 for large grids.
 
     `static` is what a block has already. Clusters lie within a GPC, whose SMs they may not divide evenly: an eighth of
     the SMs is not counted for them.

@@ -1,4 +1,4 @@
-"""Marks for profilers: named ranges (NVTX), which Nsight Systems and ncu show, and the stretch that is profiled."""
+"""Marks for profilers: named ranges (NVTX) for Nsight Systems and ncu, and the range to profile."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from functools import cache
 
 
 class NamedRange:
-    """A named range around what happens within; it can be entered again and again. Nothing without CuPy.
+    """A reusable context manager of an NVTX range with a name; does nothing without CuPy.
 
     A class and no generator, as it stands around every launch: it costs 0.5 µs where nobody profiles.
     """
@@ -25,7 +25,7 @@ class NamedRange:
 
 @contextmanager
 def profiling() -> Iterator[None]:
-    """Limit what a waiting profiler records to the launches inside.
+    """Limit what a waiting profiler records to the launches inside, by CUDA's profiler start and stop.
 
     Such profilers are `ncu --profile-from-start off` and `nsys profile -c cudaProfilerApi`. The recording begins when
     the device has finished everything before, and ends when it has finished what is launched inside.

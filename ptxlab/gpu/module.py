@@ -1,4 +1,4 @@
-"""Loading: a `.cu` through NVRTC and the disk cache, a `.ptx` as it stands: the driver assembles the very text.
+"""Loading: a `.cu` is compiled by NVRTC through the disk cache; the driver assembles a `.ptx` unchanged.
 
 Modules are CuPy's. cuda-core reads sizes and attributes of a `CUkernel` alone, and no global variables (decision 0034).
 """
@@ -117,7 +117,7 @@ def load(source: Source, entry: str, *, defines: Mapping[str, int | str] = toolc
 
 
 def load_image(source: Source, image: toolchain.Image, entry: str) -> GpuKernel:
-    """Load one entry of a cubin made before from `source`: the machine code that was looked at is what runs."""
+    """Load one entry of a cubin compiled from `source` before, so that the inspected machine code is what runs."""
     device_info()  # or the reason why there is none
     return _load(source, entry, image.path)
 

@@ -1,4 +1,4 @@
-"""What a launch has to know of a device array, read off quickly: nothing is converted, allocated or waited for.
+"""Views of device arrays: dtype, shape and address, read without conversion, allocation or waiting.
 
 By hand: cuda-core's `StridedMemoryView` takes ten times as long for a tensor of PyTorch 2.13 or newer (decision 0034).
 """
@@ -63,7 +63,7 @@ def view(name: str, array: Any) -> View:
 
 
 def flat_rows(name: str, array: Any) -> tuple[Any, int]:
-    """Take rows [T, ...] that may lie apart in memory as a kernel with a row pitch does.
+    """Flatten an array of rows [T, ...] if there are gaps between them, for a kernel that takes a row pitch.
 
     Returns:
         The array and the elements from one row to the next. An array with gaps between its rows becomes a flat one on
@@ -148,7 +148,7 @@ _storage = cache(storage)
 
 
 def hand_to_caller(array: Any, example: Any, dtype: str) -> Any:
-    """Convert an array made by `new` to the caller's library, once everything that writes it is enqueued."""
+    """Convert an array made by `new` to the caller's library; its writes must have been enqueued."""
     if type(array) is type(example):
         return array
     with caller_stream():

@@ -1,4 +1,4 @@
-"""What a profiler is given to look at: one kernel, its problem on the device, one launch after a few to warm up.
+"""The launch that a profiler measures: one kernel on its problem, launched once after warm-up.
 
 Used from both sides: the command works out what will be launched, and a process under the profiler launches it.
 """
@@ -94,7 +94,7 @@ def usual_sizes(spec: KernelSpec, backend: str = "gpu") -> dict[str, Any]:
 
 
 def sizes_of(spec: KernelSpec, requested: Mapping[str, Any], backend: str = "gpu") -> dict[str, Any]:
-    """Return the usual sizes, replaced by the given ones.
+    """Return a kernel's usual sizes, overridden by the requested ones.
 
     Raises:
         ArgumentError: a symbol that is not the kernel's, a size below 1, or sizes that break a rule of the kernel.
@@ -105,12 +105,12 @@ def sizes_of(spec: KernelSpec, requested: Mapping[str, Any], backend: str = "gpu
 
 
 def weights_of(spec: KernelSpec | None, sizes: Mapping[str, Any]) -> int | None:
-    """Count the weights of these sizes, N x K or R x K, or a cache's elements; None of neither, or of a file."""
+    """Count the weights (N x K or R x K) or cache elements of these sizes; None for other kernels and files."""
     return problems_of(spec).weights(sizes) if spec else None
 
 
 def entry_of(job: LaunchTarget) -> str:
-    """Return the entry symbol that will be launched. Raises what makes the job impossible anywhere."""
+    """Return the entry symbol that will be launched. Raises for a job that no machine could run."""
     spec, source, entry = registry.resolve(job.target)
     if spec is None:
         kernel = _load_kernel(job, source, entry)
@@ -121,7 +121,7 @@ def entry_of(job: LaunchTarget) -> str:
 
 
 def prepare_launch(job: LaunchTarget) -> Call:
-    """Put the job's problem on the device; the call launches."""
+    """Put the job's problem on the device and return the call that launches it."""
     spec, source, entry = registry.resolve(job.target)
     if spec is None:
         return _file_call(job, _load_kernel(job, source, entry))

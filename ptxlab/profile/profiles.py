@@ -57,7 +57,7 @@ def read_saved(path: Path, sizes: Mapping[str, Any] | None = None) -> Profile:
 def launch(
     jobs: Sequence[LaunchTarget], metrics: Sequence[str], *, metric_set: str = "quick", keep: Path | None = None
 ) -> list[ProfiledLaunch]:
-    """Launch all of them under one ncu, in this order; raises as `profile` does."""
+    """Run all jobs under one ncu, in this order, and return their launches; raises as `profile` does."""
     nsight.require_reader()
     entries = [launch_target.entry_of(job) for job in jobs]
     try:

@@ -1,4 +1,4 @@
-"""Claims: what is to hold for all inputs, by subject; and the run that decides them."""
+"""Claims: statements that must hold for all inputs, by subject; and the run that decides them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Symbolic execution of PTX: what some threads of one launch store, as bitvectors over what they load.
+"""Symbolic execution of PTX: the stores of some threads of a launch, as bitvectors over their loads.
 
 Threads go in lockstep, the lowest instruction first, each under a guard: the condition on which it gets there. A branch
 on an input splits the guard, and where the ways meet again registers hold either value by condition. So there is one
@@ -76,7 +76,7 @@ class Buffer:
 
 @dataclass
 class LoopIterations:
-    """Iterations of a loop whose length an input decides: each lane's last guard, and the solver's seconds."""
+    """Counters of a loop whose length an input decides: iterations, each lane's last guard, solver seconds."""
 
     count: int = 0
     seconds: float = 0.0
@@ -198,7 +198,7 @@ class SymbolicExecution:
         raise NotModelled(f"{instruction.where}: not modelled: {reason}")
 
     def fold_inputs(self, term: Any) -> Any:
-        """Replace inputs by the numbers that assumptions fix them to, so that branches on them are decided."""
+        """Substitute the numbers that assumptions fix inputs to, so that branches on these inputs are decided."""
         return z3.simplify(z3.substitute(term, *self.input_numbers)) if self.input_numbers else term
 
     def can_hold(self, *conditions: Any) -> bool:
@@ -210,7 +210,7 @@ class SymbolicExecution:
         return bool(check(z3.Solver(), *self.assume, *conditions, seconds=SECONDS) != z3.unsat)
 
     def can_go_back(self, pc: int, lane: int, guard: Any) -> bool:
-        """Return whether a lane can take a branch back under this guard.
+        """Return whether a lane can take a loop's backward branch under this guard.
 
         NotModelled: the guard changes turn by turn, so an input decides how many there are, and nothing bounds it.
         """
@@ -232,13 +232,13 @@ class SymbolicExecution:
         return True
 
     def has_huge_input(self, guard: Any) -> bool:
-        """Return whether an input of a condition may be so large that no loop over it can be followed."""
+        """Return whether an input of a condition may be too large for a loop over it to be unrolled."""
         # A symbol of 8 bits is a byte of memory, which may be part of a wide number.
         words = [x for x in symbols_of([guard]).values() if z3.is_bv(x)]
         return any(x.size() < 16 or self.can_hold(guard, z3.UGT(x, MAX_STEPS)) for x in words) or not words
 
     def advice(self, term: Any) -> str:
-        """Name the inputs of a term, and the assumptions that make it a number.
+        """Return a hint that names the inputs of a term and the assumptions that would make it a number.
 
         Both are written as on a command line.
         """
@@ -424,10 +424,7 @@ class SymbolicExecution:
                 operation_by_head.get(head, self.compute)(instruction, lane, guard)
 
     def check_barrier(self, instruction: Instruction, guards: dict[int, Any]) -> None:
-        """Check that all threads of a barrier come to it at once, on one condition, so that it holds none back.
-
-        Raises ValueError if they do not.
-        """
+        """Raise ValueError unless a barrier's threads reach it at once, under one guard, so that it holds none back."""
         words = instruction.opcode.split(".")
         if {"red", "arrive", "cluster"} & {*words}:
             raise ValueError("no such barrier")
@@ -452,7 +449,7 @@ class SymbolicExecution:
                 )
 
     def compute(self, instruction: Instruction, lane: int, guard: Any) -> None:
-        """Execute a register-to-register operation, in the forms that the emulator knows."""
+        """Execute a register-to-register operation of the emulator's table for one lane."""
         operation, targets, typed_sources = typed_operands(instruction)
         self.check_contraction(instruction)
         sources = [self.read(lane, operand, t) for operand, t in typed_sources]
@@ -550,7 +547,7 @@ class SymbolicExecution:
     # Memory
 
     def find_places(self, instruction: Instruction, lane: int, guard: Any, kind: str) -> tuple[Any, list[Any]]:
-        """Return the access, and the (guard, buffer, offset) of each place that it may go to.
+        """Decode an access; return it with the (guard, buffer, offset) of each place that it may touch.
 
         A place outside every buffer is a fault.
         """
@@ -584,7 +581,7 @@ class SymbolicExecution:
         return access, places
 
     def possible_addresses(self, instruction: Instruction, address: Bits, guard: Any) -> Iterator[tuple[Any, int]]:
-        """Yield the values that an address may have, each with its condition."""
+        """Yield each value that an address may have, with the condition under which it has it."""
         if z3.is_bv_value(address):
             yield TRUE, address.as_long()
             return

@@ -195,7 +195,7 @@ def term(text: str, names: Mapping[str, Any], i: int, count: int | None = None) 
 
 
 def _element(x: Any, i: int, count: int | None) -> Any:
-    """Return an array's element that belongs to `i`; other values are returned as they are."""
+    """Return the element of an array that belongs to `i`, or its only one; return other values unchanged."""
     if not isinstance(x, Elements):
         return x
     if x.count is not None and count:

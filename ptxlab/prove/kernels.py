@@ -282,7 +282,7 @@ def _key(i: int, name: str) -> str:
 
 
 def _record_reads(names: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
-    """Return the names with arrays that record in `seen` each element that is read."""
+    """Return the names, with arrays wrapped to record in `seen` each element that is read."""
     recording = {}
     for name, x in names.items():
         if isinstance(x, Elements):
@@ -294,10 +294,7 @@ def _record_reads(names: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
 
 
 def _claimed_bits(left: Any, right: Any) -> tuple[str, Any] | None:
-    """Return the right side of an equation as bits, with the left side's type.
-
-    Return None unless both sides are integers.
-    """
+    """Return the type of an equation's left side, and its right side as bits; None if a side is no integer."""
     if not isinstance(left, Integer | int) or not isinstance(right, Integer | int):
         return None
     is_signed_claim, bits = Integer.of(left).low < 0, Integer.of(left).bits.size()
@@ -305,7 +302,7 @@ def _claimed_bits(left: Any, right: Any) -> tuple[str, Any] | None:
 
 
 def _unknown_integers(name: str, low: int, high: int, limits: list[Any]) -> Elements:
-    """Make an array of unknown integers; each element is made when it is first used."""
+    """Make an array of unknown integers in [low, high], created on first use; appends their bounds to `limits`."""
     elements: dict[int, Integer] = {}
 
     def element(index: int, bits: int) -> Any:
@@ -319,7 +316,7 @@ def _unknown_integers(name: str, low: int, high: int, limits: list[Any]) -> Elem
 
 
 def _explain(launch: SymbolicLaunch, rows: Mapping[int, Seen], model: Mapping[str, int]) -> Explanation:
-    """Explain a wrong word: the values of each of its lanes that the claim speaks of.
+    """Explain a counterexample of a word: for each of its lanes the values that the claim names.
 
     Values that all lanes share come first.
     """

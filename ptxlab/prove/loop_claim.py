@@ -1,4 +1,4 @@
-"""`LoopClaim`: what a kernel's main loop is claimed to do, by the ranges of its operands."""
+"""`LoopClaim`: the claim on a kernel's main loop: operand ranges, and what it does with them."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""One step of a loop, from unknown registers and memory: what the claims of `main_loops` are about.
+"""One loop step, executed from unknown registers and memory, and the formulas of a `LoopClaim` about it.
 
 The body is executed once, for one thread that stands for all. Registers, special registers and whatever is loaded are
 anything, and so is what an instruction gives that is not modelled. An integer matrix instruction or a dp4a adds an
@@ -36,7 +36,7 @@ TOP_BITS = 0x80808080
 
 @dataclass(frozen=True)
 class Product:
-    """An unknown number: the sum that a step's integer matrix instructions or dp4as have added to one accumulator.
+    """A symbol for the sum that a step's integer matrix instructions or dp4as have so far added to one accumulator.
 
     Attributes:
         symbol: it.
@@ -134,7 +134,7 @@ class LoopStepExecution(SymbolicExecution):
         self.named: dict[Any, Bits] = {}
 
     def body(self) -> Body:
-        """Execute the instructions; return the state at each end, and the products on the way."""
+        """Execute the instructions; return the state at each end, and the products in between."""
         head, last = self.loop[0], self.loop[-1]
         inner_loops = {i.operands[0].index: pc for pc in self.loop
                  if (i := self.code[pc]).head == "bra" and head < i.operands[0].index <= pc}  # fmt: skip
@@ -242,7 +242,7 @@ class LoopStepExecution(SymbolicExecution):
             self.write(0, guard, target, initial_sum + products_sum)
 
     def split_sum(self, accumulated: Bits) -> tuple[Bits, int]:
-        """Split a sum from the products that this step has added to it.
+        """Separate an accumulator from the products that this step has added to it.
 
         Return the sum without them, and the number of channels that they cover.
         """
@@ -265,7 +265,7 @@ class LoopStepExecution(SymbolicExecution):
 
 
 def sums_fit(bodies: Iterable[Body], loop: LoopClaim, max_products: int) -> list[Query]:
-    """Build the formulas that no INT32 sum of up to `max_products` products leaves its limits in a step."""
+    """Build the formulas that no step overflows an INT32 sum of up to `max_products` products."""
     low, high = loop.product
     queries = []
     for body in bodies:
@@ -286,7 +286,7 @@ def sums_fit(bodies: Iterable[Body], loop: LoopClaim, max_products: int) -> list
 
 
 def sums_are_exact(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
-    """Build the formulas that a step leaves no sum behind, and that FP32 holds each sum that it converts.
+    """Build the formulas that sums are zero after each step, and that FP32 represents each converted sum.
 
     It converts by an instruction; or by beginning at the bits of 1.5 * 2^23, to which a sum within 2^22 is added as to
     a float.
@@ -314,7 +314,7 @@ def sums_are_exact(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
 
 
 def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
-    """Build the formulas of each packed mad or mul: the type of its operands, and its lanes for admitted groups."""
+    """Build the formulas that each packed mad or mul has operands in range, and exact lanes for admitted groups."""
     queries = []
     for body in bodies:
         steps = [s for s in body.steps if s.instruction.head in ("mad", "mul")]
@@ -345,7 +345,7 @@ def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
 
 
 def converts(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
-    """Build the formulas of INT4 as s8: bytes of operand A are 16 times the signed nibbles of a loaded word.
+    """Build the formulas that bytes of operand A, as s8, are 16 times the signed nibbles of a loaded word.
 
     Or they are the word itself (INT8 blocks), but only on a condition, one for all words of an operand.
     """
@@ -374,7 +374,7 @@ def converts(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
 
 
 def _sixteen_times(word: Bits, packed: Bits, first: int) -> Any:
-    """Build the formula that bytes, as s8, are 16 times the high (`first` 4) or low nibbles of another word, as s4."""
+    """Build the formula that the s8 bytes of `word` are 16 times the high (`first` 4) or low s4 nibbles of `packed`."""
     fours = [z3.Extract(first + 3, first, octet) for octet in split_fields(packed, 8)]
     return z3.And(
         [z3.SignExt(24, x) == 16 * z3.SignExt(28, q) for x, q in zip(split_fields(word, 8), fours, strict=True)]
@@ -407,7 +407,7 @@ def _sums_after(body: Body, include_new: bool = True) -> list[tuple[Any, Bits]]:
 
 
 def _summands(bits: Bits) -> dict[str, Bits]:
-    """Return the terms that a sum adds up, under every condition: unknowns by name, other terms by their text."""
+    """Return the summands of a sum, in all branches: unknowns by name, other terms by their text."""
     summands, pending_terms = dict[str, Bits](), [bits]
     while pending_terms:
         term = pending_terms.pop()
@@ -423,7 +423,7 @@ def _summands(bits: Bits) -> dict[str, Bits]:
 
 
 def _max_channels(bits: Bits, channels: Mapping[str, int]) -> int:
-    """Return the most products that a sum has received, under any conditions."""
+    """Return the largest number of products that a sum receives in any branch."""
     if z3.is_app_of(bits, z3.Z3_OP_ITE):
         condition, *branches = bits.children()
         simplified_branches = (
@@ -436,7 +436,7 @@ def _max_channels(bits: Bits, channels: Mapping[str, int]) -> int:
 
 
 def _product_bounds(body: Body, loop: LoopClaim) -> Bounds:
-    """Return the bounds of the amount that each product may add."""
+    """Return for each product the formulas that bound the amount it adds."""
     low, high = loop.product
     return {
         p.symbol.decl().name(): _range_conditions(p.symbol, low * p.channels, high * p.channels) for p in body.products
@@ -444,7 +444,7 @@ def _product_bounds(body: Body, loop: LoopClaim) -> Bounds:
 
 
 def _operands_fit(body: Body, loop: LoopClaim, start: int = 0) -> Iterator[Query]:
-    """Yield the formulas that products are added to sums, 0 or `start`, and that elements lie within the claim.
+    """Yield the formulas that products are added only to sums, 0 or `start`, and that elements lie within the claim.
 
     Elements lie there by their type, or by what the loop's code left in registers.
     """
@@ -460,6 +460,6 @@ def _operands_fit(body: Body, loop: LoopClaim, start: int = 0) -> Iterator[Query
 
 
 def _query_within(holds: Any, bounds: Bounds) -> Query:
-    """Build the query of a formula under the bounds of its unknowns."""
+    """Build the query of a formula, assuming the bounds of the unknowns in it."""
     symbols = symbols_of([holds])
     return Query(holds, [bound for name in symbols for bound in bounds.get(name, ())], symbols)

@@ -1,4 +1,4 @@
-"""What each instruction computes, as bitvectors: the symbolic counterpart of `emulator.ops`.
+"""Semantics of each instruction on bitvectors: the symbolic counterpart of `emulator.ops`.
 
 Which instruction it is (its form, its operands' types, what its selectors name) is the emulator's to say:
 `typed_operands`, `SimdForm`, `ScalarForm`. What that computes is written here a second time and shares no function with

@@ -89,7 +89,7 @@ def version_of(solver: str) -> str:
 
 @contextmanager
 def time_limit(seconds: float | None, unfinished: str) -> Iterator[None]:
-    """End what runs inside after `seconds` seconds, None: never; for the main thread.
+    """Interrupt the code inside after `seconds` (None: never); works in the main thread only.
 
     Raises OutOfTime with `unfinished`, which says what was not done. It ends as Ctrl-C would, also within z3, and also
     in a job in the background, which ignores SIGINT.
@@ -127,7 +127,7 @@ def time_limit(seconds: float | None, unfinished: str) -> Iterator[None]:
 
 
 def check(solver: Any, *assumptions: Any, seconds: float) -> Any:
-    """Ask a z3 solver for at most so many seconds.
+    """Ask a z3 solver, for at most `seconds`, whether its formulas and the assumptions can hold; return its verdict.
 
     Raises KeyboardInterrupt after a Ctrl-C, which z3 takes for itself, and which it answers as if time were over.
     """
@@ -167,7 +167,7 @@ def ask(query: Query, *, seconds: float = 60.0, solver: str = "z3") -> Answer:
 
 
 def distinct_queries(queries: Sequence[Query]) -> list[Query]:
-    """Keep one query of each form, whatever its unknowns are called.
+    """Keep one of several queries that differ only in the names of their unknowns.
 
     Most threads, words and registers go through the same formulas.
     """

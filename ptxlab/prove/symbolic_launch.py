@@ -1,4 +1,4 @@
-"""A kernel's launch over symbols: what its logical inputs are, where its spec packs them, and what threads store.
+"""A symbolic launch of a kernel: its logical inputs, where its spec packs them, and what threads store.
 
 Where each bit of a logical input lies in the arguments is read off the spec's own `pack`, so nothing is said twice.
 """
@@ -117,7 +117,7 @@ class Layout:
 
 @lru_cache(maxsize=32)
 def layout_of(name: str, make: Callable[..., Arrays], pack: Pack, sizes: tuple[tuple[str, int], ...]) -> Layout:
-    """Read the layout off `pack`: each bit of each input has a number, whose binary digits are packed one by one."""
+    """Derive the layout from `pack`: number all input bits, and pack one binary digit of the numbers at a time."""
     example = make(np.random.default_rng(0), **dict(sizes))
     for input_name, x in example.items():
         if not isinstance(x, np.ndarray):
@@ -143,14 +143,14 @@ def layout_of(name: str, make: Callable[..., Arrays], pack: Pack, sizes: tuple[t
     random_bits = np.random.default_rng(1).integers(0, 2, 1 + sum(counts), np.uint8)
     random_bits[0] = 0
     for argument, bits in pack_bits([random_bits[n] for n in numbers]).items():
-        has_origin = origin[argument] < len(random_bits)
-        if not has_origin.all() or (bits != random_bits[origin[argument]] ^ base[argument]).any():
+        is_bit_number = origin[argument] < len(random_bits)
+        if not is_bit_number.all() or (bits != random_bits[origin[argument]] ^ base[argument]).any():
             raise NotModelled(f"{name}: {argument}: its pack does more than to move bits")
     return Layout(logical, origin, base)
 
 
 def _logical_input(pack: Pack, example: Arrays, name: str) -> LogicalInput:
-    """Return the logical input with the number of bits that `pack` takes of it."""
+    """Return the logical input of that name, with the number of bits per element that `pack` accepts."""
     array = example[name]
     dtype_range = (0, 0) if array.dtype.kind == "f" else (np.iinfo(array.dtype).min, np.iinfo(array.dtype).max)
     for low, high in (dtype_range, *_DOMAINS[array.dtype.kind]):
@@ -193,7 +193,7 @@ class SymbolicLaunch:
 
     @property
     def stored(self) -> list[int]:
-        """The elements of the target that were stored to, or should have been."""
+        """Indices of the target's elements that were stored, or should have been."""
         bits = [range(8 * offset, 8 * offset + 8) for offset in self.outputs[self.target].written]
         return sorted({bit // self.bits for octet in bits for bit in octet} | set(self.expected))
 
@@ -204,7 +204,7 @@ class SymbolicLaunch:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Names that assumptions may speak of: nothing that the kernel has stored."""
+        """Names that assumptions may use: inputs and initial contents, no stored values."""
         initial_views = {name: replace(view, name=f"before.{name}") for name, view in self.names["before"].items()}
         return {name: x for name, x in {**self.names, **initial_views}.items() if name != "other"}
 
@@ -370,7 +370,7 @@ def launch_file(
 
 
 def _target(kernel: Kernel) -> str:
-    """Spell a kernel as a command takes it, for a shell: `'k.cu:add<float, 3>'`."""
+    """Return the kernel as a command-line argument, quoted for a shell: `'k.cu:add<float, 3>'`."""
     symbols = [*kernel.module.entries]
     return targets(kernel.source, distinct_names(symbols))[symbols.index(kernel.entry)]
 
@@ -378,7 +378,7 @@ def _target(kernel: Kernel) -> str:
 def _input_conditions(
     assume: Sequence[str], arguments: Mapping[str, Bits | Buffer], scalars: Mapping[str, Elements]
 ) -> list[Any]:
-    """Return the conditions on scalars and on elements by number and type (`x.u32[3]`).
+    """Return the assumptions that name only scalars and elements such as `x.u32[3]`, as formulas.
 
     They tell which branches a kernel takes.
     """
@@ -399,7 +399,7 @@ def _input_conditions(
 
 
 def _elements_of(buffer: Buffer, initial: bool = False) -> Elements:
-    """View a pointer's elements, of the type by which the kernel accesses them, if it is one."""
+    """View a buffer as elements of the type in which the kernel accesses it, if that is a single type."""
     kinds = {f"{'f' if is_float(t) and not t.endswith('x2') else 'u'}{bits_of(t)}" for t in buffer.types}
     type_name = kinds.pop() if len(kinds) == 1 else ""
     places = {8 * offset // int(type_name[1:] or 8) for offset in buffer.content}

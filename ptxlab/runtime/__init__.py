@@ -114,7 +114,7 @@ class Kernel:
         return tuple(parameter.name for parameter in self._declared_parameters)
 
     def parameter(self, name: str) -> str:
-        """Return the parameter that a longer name of PTX stands for: `param_0` for `_Z3addPf_param_0` or `add_param_0`.
+        """Return the short name of a PTX parameter: `param_0` for `_Z3addPf_param_0` or `add_param_0`.
 
         Any other name stays as it is.
         """
@@ -275,7 +275,7 @@ class Kernel:
 
     @break_graph
     def __getitem__(self, launch: tuple[Any, ...]) -> Callable[..., Outcome]:
-        """Return the kernel with its geometry, to be called.
+        """Bind a geometry: `kernel[grid, block]` returns a callable that takes the arguments.
 
         Write `kernel[grid, block]` or `kernel[grid, block, shared_bytes]`.
         """

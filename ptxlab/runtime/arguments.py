@@ -1,4 +1,4 @@
-"""What a kernel is given: arrays of any library, checked before anything is launched, and sizes in up to three axes."""
+"""A kernel's arguments: checks of arrays of any library before a launch, geometry, macros and sizes."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -174,12 +174,12 @@ def source_of(source: str | Path | Source) -> Source:
 
 
 def is_text(source: str | Path) -> bool:
-    """Check whether a string is a kernel's text and not its path."""
+    """Check whether `source` is the text of a kernel and not its path."""
     return isinstance(source, str) and ("\n" in source or "{" in source)
 
 
 def check_defines(defines: Any, arch: Any) -> None:
-    """Raise ArgumentError for constants and an architecture that no compiler could be given."""
+    """Raise ArgumentError for `defines` or an architecture of a form that compilers do not take."""
     rule = "names of macros with integers or text, such as {'STAGES': 4}"
     if not isinstance(defines, Mapping):
         raise ArgumentError("defines", rule, repr(defines))
@@ -201,7 +201,7 @@ def positions(label: str, chosen: Collection[str], names: Sequence[str]) -> list
 
 
 def check_flags(**flags: Any) -> None:
-    """Raise ArgumentError for what is neither True nor False."""
+    """Raise ArgumentError for a keyword whose value is neither True nor False."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ArgumentError(name, "must be True or False", repr(flag))
@@ -264,7 +264,7 @@ def parse_sizes(option: str, text: str) -> dict[str, int]:
 
 
 def merge_sizes(option: str, spec: KernelSpec, usual: Sizes, requested: Sizes) -> dict[str, Any]:
-    """Return the usual sizes of a kernel, replaced by the given ones.
+    """Return a kernel's usual sizes, overridden by the requested ones.
 
     Raises:
         ArgumentError: a size that the kernel does not have, or one below 1 that in none of its examples is.

@@ -1,4 +1,4 @@
-"""Which backend runs a kernel: what was asked for if it can, else the GPU where there is one, else the emulator."""
+"""Choice of the backend: the requested one if it can run the kernel; by default the GPU, else the emulator."""
 
 import math
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ class Runnable(Protocol):
 def choose_backend(
     backend: str | None, kernel: Runnable, launch: Launch, *, on_device: bool, checks: Iterable[str] = ()
 ) -> str:
-    """Return the backend to use.
+    """Return the backend to use: `gpu` or `emulator`.
 
     Raises an error that says why the requested backend cannot run this kernel here.
     """

@@ -1,4 +1,4 @@
-"""What the suites share before they time: compiled variants, poisoned results, launches of one kernel on its arrays."""
+"""Preparation shared by the suites: compiled variants, poisoned results, launches of a kernel on its arrays."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ POISON = 0xA5  # what results are filled with: an element that no launch writes 
 
 @dataclass(frozen=True)
 class Launches:
-    """Launches of one kernel that are ready to be timed, one per copy of what is to be found in memory, not in the L2.
+    """Launches of one kernel that are ready to be timed, one for each copy of the data that must miss the L2.
 
     Attributes:
         spec: the kernel.
@@ -40,7 +40,7 @@ class Launches:
 
 
 def compile_all(variants: Iterable[tuple[Source, Mapping[str, int]]]) -> None:
-    """Compile the CUDA C++ among them side by side, each variant once: loading finds them in the cache."""
+    """Compile the CUDA C++ sources in parallel, each variant once, into the cache that loading reads."""
     arch, kind = (
         gpu.target() or gpu.device_info().arch,
         gpu.image_kind(),

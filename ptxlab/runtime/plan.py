@@ -67,14 +67,14 @@ class Plan:
         self._maps = [(len(self._numbers) + i, arg) for i, arg in maps]
 
     def __call__(self, stream: int, arrays: Mapping[str, gpu.View]) -> None:
-        """Launch on `arrays` by name, which the caller has checked; what is missing is a null pointer."""
+        """Launch on `arrays` by name, which the caller has checked; a missing array is a null pointer."""
         addresses = []  # in a loop: until Python 3.12 a comprehension is a call
         for name in self.names:
             addresses.append(arrays[name][0] if name in arrays else 0)
         self.launch_at(stream, addresses, [arrays[name].owner for name in self.mapped] if self.mapped else ())
 
     def launch_at(self, stream: int, addresses: Sequence[int], owners: Sequence[Any]) -> None:
-        """Launch on arrays at these addresses, in the order of `names`; `owners` are those of the `mapped`."""
+        """Launch on arrays at these addresses, in the order of `names`; `owners` are the arrays of `mapped`."""
         try:
             words = self._idle.pop()
         except IndexError:

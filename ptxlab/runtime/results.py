@@ -1,4 +1,4 @@
-"""What a kernel left: a summary of each output, and how it compares with what was expected."""
+"""Results of a launch: a summary of each output, and its comparison with the expected output."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
@@ -18,7 +18,7 @@ EXPECTED = "expected."  # before the name of an output in a file of arguments
 
 @dataclass(frozen=True)
 class Summary:
-    """An output at a glance: its first values, the least and the greatest but for NaN, and how many are NaN."""
+    """Summary of an output: first values, minimum and maximum without NaN, and the number of NaN."""
 
     name: str
     dtype: str
@@ -73,7 +73,7 @@ def _json(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An output beside what was expected.
+    """Comparison of an output with the expected values.
 
     Attributes:
         name: of the output.
@@ -113,7 +113,7 @@ def compare(
     *,
     is_bfloat16: bool = False,
 ) -> Comparison:
-    """Compare an output with what was expected: integers for equality, floats within a tolerance.
+    """Compare an output with the expected one: integers for equality, floats within a tolerance.
 
     Args:
         rtol, atol: by default 8e-3 for bfloat16, 1e-3 for float16, 1e-5 for float32, 1e-12 for float64, and the same

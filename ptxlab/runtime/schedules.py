@@ -58,7 +58,7 @@ class Difference:
 def first_differences(
     first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray], schedules: tuple[Schedule, Schedule]
 ) -> list[Difference]:
-    """List where the arrays of two runs have other bytes, one difference per array."""
+    """List the first difference of each array whose bytes differ between two runs."""
     differences = []
     for name, a in first.items():
         b = second[name]

@@ -1,4 +1,4 @@
-"""What the parameters of any kernel take: by the signature of a `.cu`, or by what a `.ptx` declares and does with them.
+"""Types of a kernel's parameters: from the signature of a `.cu`, or from declarations and accesses of a `.ptx`.
 
 What a name cannot be seen to mean (a typedef, a macro, a template, a struct) is not compared: an array is refused only
 where the kernel would read other numbers than it holds. An array of uint8 is bytes, which every pointer takes.
@@ -142,7 +142,7 @@ class Parameter:
         )
 
     def scalar(self, stored: Any) -> Any:
-        """Return a NumPy scalar of a file, or the Python number that it was.
+        """Convert a NumPy scalar read from a file back to the Python number that was stored, where it was one.
 
         An int64 or float64 becomes a Python number again if its size differs from the parameter's.
         """
@@ -301,7 +301,7 @@ def _normalise_type(type_: str) -> str:
 
 
 def _as_struct(parameter: Parameter, variable: Variable) -> Parameter:
-    """Return a parameter of an unknown type as a struct, where PTX has its bytes."""
+    """Return a parameter of unknown type as a struct of as many bytes as PTX declares, if it declares bytes."""
     if parameter.is_pointer is None and variable.type == "b8":
         return replace(parameter, is_pointer=False, struct_bytes=variable.size)
     return parameter

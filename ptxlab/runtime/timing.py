@@ -1,4 +1,4 @@
-"""Timing by replayed CUDA graphs, with the SM clock measured over the very replays."""
+"""Timing by replayed CUDA graphs, with the SM clock measured during the same replays."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _GRAPH_US = 2000.0  # one replay lasts about this long, so that its launch does 
 
 @dataclass(frozen=True)
 class Measured:
-    """Microseconds per call over the replays, and the median SM clock meanwhile in MHz."""
+    """Microseconds per call over the replays, and the median SM clock during them in MHz."""
 
     us: float
     fastest: float
@@ -28,7 +28,7 @@ class Measured:
 
 
 def copies_beyond_l2(nbytes: int) -> int:
-    """Count the copies of a buffer to rotate over, so that every call finds it in memory and not in the L2."""
+    """Return how many copies of a buffer to rotate over so that every call misses the L2."""
     return max(1, math.ceil(BEYOND_L2 / nbytes))
 
 
@@ -91,7 +91,7 @@ def measure_graph(
 
 
 class Clock:
-    """Stamps every SM's clock counter and the time, twice."""
+    """Measures the SM clock: stamps every SM's cycle counter and the time, at start and stop."""
 
     def __init__(self) -> None:
         blocks = 2 * gpu.device_info().sms  # so that every SM gets one

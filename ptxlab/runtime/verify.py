@@ -154,7 +154,7 @@ def verify(job: Job, *, seed: int = 0) -> Verdict:
 
 
 def _check(job: Job, logical: Arrays, config: Mapping[str, int]) -> str:
-    """Run over two poisons; compare with the reference, the truth, and the guards. Returns what held.
+    """Run the job on two poisons; check outputs against reference and truth, and the guards. Returns what held.
 
     In the emulator, what a kernel asks for asynchronously happens early and late.
     """
@@ -283,7 +283,7 @@ def _check_rows(job: Job, seed: int) -> str:
 def compare(
     spec: KernelSpec, outputs: Mapping[str, np.ndarray], logical: Arrays, config: Mapping[str, int] | None = None
 ) -> None:
-    """Raise with the first difference if an output is not what the spec's reference says (in the variant `config`)."""
+    """Raise VerificationError with the first place where an output is off the reference (in the variant `config`)."""
     expected = spec.expected(logical, config)
     if spec.bound is not None:
         constants = {**dict.fromkeys(spec.by_variant, 0), **(config or {})}

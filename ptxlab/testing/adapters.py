@@ -1,4 +1,4 @@
-"""Kernels of other libraries, run from the PTX or the source that they have without a GPU.
+"""Adapters for kernels of other libraries: they run from the PTX or source that is available without a GPU.
 
 | object | what runs |
 | --- | --- |
@@ -101,7 +101,7 @@ def target(
 
 
 def _refuse_options(options: Mapping[str, Any], kernel: str, *names: str) -> None:
-    """Raise ArgumentError for options that such a kernel does not take."""
+    """Raise ArgumentError for options that this kind of kernel does not take."""
     for name in names:
         if options[name]:
             raise ArgumentError(name, f"not for {kernel}, which its own library compiles", options[name])
@@ -206,7 +206,7 @@ def _adapt_numba(kernel: Any, options: Mapping[str, Any], args: Any, named: Any,
 
 
 def _flatten_arguments(values: Sequence[Any], types: Sequence[Any]) -> list[Any]:
-    """Return the parameters of a numba.cuda kernel.
+    """Expand arguments to the parameters of a numba.cuda kernel.
 
     An array has (meminfo, parent, items, itemsize, pointer, shape, strides).
     """

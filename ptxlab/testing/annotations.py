@@ -41,7 +41,7 @@ class Annotation:
     level: str = "error"
 
     def to_json(self) -> dict[str, str | int]:
-        """Return what JSON has of it: the fields, and the remedy of its kind."""
+        """Return JSON-ready values: the fields, and the remedy of the kind."""
         return {**asdict(self), "remedy": remedy_of(self.kind)}
 
 

@@ -73,7 +73,7 @@ class Settings:
         return text.replace(f"{self.root}/", "")
 
     def name_arguments(self, text: str, target: Target) -> str:
-        """Return a message of the emulator with the caller's names and positions of arguments."""
+        """Replace the kernel's parameter names in an emulator message by the caller's names and positions."""
         parameters = target.kernel.parameters
         for i, (name, place) in enumerate(zip(target.names, target.places, strict=True)):
             text = text.replace(f"argument {place} ({parameters[place]})", f"argument {i} ({name})")
@@ -287,7 +287,7 @@ def _merge_arguments(named: dict[str, Any], arguments: Any) -> dict[str, Any]:
 
 
 def _find(path: Path, settings: Settings) -> Path:
-    """Find the file relative to the test's folder, then to the root, then to the current folder."""
+    """Find a kernel's file relative to the test's folder, then to the root, then to the current folder."""
     for folder in (settings.folder, settings.root, Path.cwd()):
         if os.path.isfile(folder / path):  # Path.is_file raises OSError for a name that is too long
             return folder / path
@@ -296,7 +296,7 @@ def _find(path: Path, settings: Settings) -> Path:
 
 
 def _find_folder(path: str | Path, settings: Settings) -> str | Path:
-    """Find the folder relative to the test's folder or to the root, as kernels are found.
+    """Find an include folder relative to the test's folder, then to the root.
 
     If there is none, return the path as it is.
     """

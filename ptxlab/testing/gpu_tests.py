@@ -61,7 +61,7 @@ class GpuTests:
 
 
 def load(path: Path) -> GpuTests:
-    """Read a record; `FileError` says in one line why a file is none."""
+    """Read a record; raises `FileError`, which says why in one line, for any other file."""
     fields = read_record(path, "a record of GPU tests", SCHEMA)
     try:
         record = GpuTests(**fields)
@@ -88,7 +88,7 @@ def digests() -> dict[str, str]:
 
 
 def code_of(text: str) -> str:
-    """Return a source without comments and blank lines, white space in one width; what is in quotes stays."""
+    """Return a source without comments and blank lines, runs of white space as one space; `//` in quotes stays."""
     code = _LITERAL_OR_COMMENT.sub(lambda match: " " if match[0].startswith("/") else match[0], text)
     return "\n".join(filter(None, (" ".join(line.split()) for line in code.split("\n"))))
 

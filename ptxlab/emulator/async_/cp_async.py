@@ -64,12 +64,12 @@ class Copies(Effect):
 
     @property
     def reads(self) -> Places:
-        """The source."""
+        """Spans of the source, in arena offsets."""
         return self.lanes, self.source, self.read
 
     @property
     def writes(self) -> Places:
-        """The target."""
+        """Spans of the target, in arena offsets."""
         return self.lanes, self.target, self.size
 
     @property
@@ -79,12 +79,12 @@ class Copies(Effect):
         return bits & -bits
 
     def take(self, memory: Memory) -> None:
-        """Read the source."""
+        """Read the source bytes, unless they have been read already."""
         if self.source_units is None:
             self.source_units = memory.view[self.unit][spans(self.source, self.read, self.unit)]
 
     def write(self, memory: Memory) -> None:
-        """Write the target."""
+        """Write the source bytes and the padding zeros to the target."""
         self.take(memory)
         if self.combine is not None:
             self.reduce(memory)
@@ -95,7 +95,7 @@ class Copies(Effect):
         self.source_units = None
 
     def reduce(self, memory: Memory) -> None:
-        """Combine the source with the target, entry by entry: two may have the same one."""
+        """Combine source and target entry by entry, as two entries may share a target."""
         assert self.combine is not None and self.source_units is not None
         view, dtype = memory.arena.view(DTYPES[self.type_name]), DTYPES[self.type_name]
         values, start = np.ascontiguousarray(self.source_units).view(np.uint8).view(dtype), 0
@@ -105,7 +105,7 @@ class Copies(Effect):
         self.source_units = None
 
     def select_entries(self, mask: Array) -> Self:
-        """Return the effect with only the entries where `mask` holds, and the source bytes that they have read."""
+        """Return the effect with only the entries where `mask` holds, with their source bytes if these were read."""
         part = super().select_entries(mask)
         if self.source_units is not None:
             part.source_units = self.source_units[np.repeat(mask, self.read // self.unit)].view(f"u{part.unit}")
@@ -147,7 +147,7 @@ class Boxes(Effect):
 
     @cached_property
     def rows(self) -> Places:
-        """Rows of the boxes in the array, as far as they lie inside."""
+        """Spans of the array that the boxes cover, one per row; what lies outside the array is left out."""
         lanes, starts, sizes = [], [], []
         strides = [prod(self.shape[axis + 1 :]) * self.tensor_map.itemsize for axis in range(len(self.shape))]
         for i in range(len(self.lanes)):
@@ -162,12 +162,12 @@ class Boxes(Effect):
 
     @property
     def whole_boxes(self) -> Places:
-        """The boxes in shared memory, in whole: a swizzle moves bytes within its span only."""
+        """Spans of the boxes in shared memory, one per box: a swizzle moves bytes within its span only."""
         return self.lanes, self.shared, np.full(len(self.lanes), self.tensor_map.box_bytes)
 
     @cached_property
     def inside_parts(self) -> Places:
-        """Parts of the boxes in shared memory that belong inside the array: whole boxes, or element by element."""
+        """Spans in shared memory of the elements inside the array: one per box, or one per element."""
         inside = [self.inside(i)[1] for i in range(len(self.lanes))]
         sizes = tuple(slice(0, size) for size in self.tensor_map.box)
         if all(box_slices == sizes for box_slices in inside):
@@ -181,12 +181,12 @@ class Boxes(Effect):
 
     @property
     def reads(self) -> Places:
-        """The array's rows, or what goes to it of the boxes in shared memory."""
+        """Spans that the copy reads: rows of the array, or, if it stores, the elements in shared memory."""
         return self.inside_parts if self.stores else self.rows
 
     @property
     def writes(self) -> Places:
-        """The array's rows, or the boxes in shared memory: where the copy goes."""
+        """Spans that the copy writes: the boxes in shared memory, or, if it stores, rows of the array."""
         return self.rows if self.stores else self.whole_boxes
 
     def array(self, memory: Memory) -> Array:
@@ -205,7 +205,7 @@ class Boxes(Effect):
         return swizzle(linear, self.tensor_map.swizzle or _PIECE) // _PIECE
 
     def take(self, memory: Memory) -> None:
-        """Read the boxes; outside the array they are zeros."""
+        """Read the boxes; elements outside the array are zeros."""
         if self.boxes is not None:
             return
         dtype, shape = self.tensor_map.array.dtype, (len(self.lanes), *self.tensor_map.box)
@@ -218,7 +218,7 @@ class Boxes(Effect):
             box[box_slices] = array[array_slices]
 
     def write(self, memory: Memory) -> None:
-        """Write the boxes, or what of them lies inside the array."""
+        """Write whole boxes to shared memory, or, if the copy stores, the elements inside the array to the array."""
         self.take(memory)
         assert self.boxes is not None
         if self.stores:
@@ -233,7 +233,7 @@ class Boxes(Effect):
         self.boxes = None
 
     def select_entries(self, mask: Array) -> Self:
-        """Return the effect with only the entries where `mask` holds, and the boxes that they have read."""
+        """Return the effect with only the entries where `mask` holds, with their boxes if these were read."""
         part = super().select_entries(mask)
         part.boxes = None if self.boxes is None else self.boxes[mask]
         return part
@@ -326,7 +326,7 @@ def _bind_cp_async(machine: Machine, instruction: Instruction, opcode: Opcode) -
 
 
 def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
-    """Bind cp.async.mbarrier.arrive: the mbarrier hears of the lane's cp.async so far as of an arrival."""
+    """Bind cp.async.mbarrier.arrive: arrive at the mbarrier once the lane's earlier cp.async have landed."""
     counts_as_arrival = not opcode.flag("noinc")
     if not opcode.flag("arrive") or not opcode.flag("b64"):
         raise UnknownOpcode(instruction.opcode)
@@ -418,7 +418,7 @@ def space_pairs(tensor: bool, notifies: bool, multicast: bool, reduces: bool) ->
 def _route(
     machine: Machine, instruction: Instruction, extra_operands: list[ir.Operand], notifies: bool, multicast: bool
 ) -> Route:
-    """Build the function that tells where copies go and whom they tell.
+    """Build the function (lanes, targets) -> per entry its lane's position, target offset, and mbarrier or -1.
 
     A multicast goes to the same place in each block that the mask names.
     """
@@ -441,7 +441,7 @@ def _route(
 
 
 def _sizes(machine: Machine, instruction: Instruction, operand: ir.Operand) -> Callable[[Lanes], Array]:
-    """Build a function lanes -> bytes of their copies, multiples of 16."""
+    """Build a function lanes -> sizes of their copies in bytes, which must be multiples of 16."""
     read = machine.reader(operand, "u32")
 
     def sizes(lanes: Lanes) -> Array:
@@ -530,7 +530,7 @@ def _boxes(machine: Machine, instruction: Instruction, axes: int, array: ir.Oper
         return map_and_start
 
     def check_places(tensor_map: TensorMap, indices: Array, places: Array) -> None:
-        """Refuse places that hardware takes for an illegal instruction (seen on an H200)."""
+        """Raise for first elements that make hardware report an illegal instruction (seen on an H200)."""
         is_misaligned = places[:, -1] * tensor_map.itemsize % 16 != 0
         if is_misaligned.any():
             first, place = machine.first_fault(instruction, indices, is_misaligned)
@@ -543,7 +543,7 @@ def _boxes(machine: Machine, instruction: Instruction, axes: int, array: ir.Oper
             raise MemoryFault(f"{place}: {rule}: {tuple(reversed(places[first].tolist()))}")
 
     def reduction(tensor_map: TensorMap, indices: Array) -> Callable[..., Array]:
-        """Return the operation on the array's elements."""
+        """Return the function (old, new) -> combined elements of a reducing copy."""
         dtype = tensor_map.array.dtype
         t = next((name for name in _ELEMENTS.get(dtype.name, ()) if operation in _REDUCED[name]), "")
         if not t:

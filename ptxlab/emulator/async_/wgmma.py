@@ -122,7 +122,7 @@ class WgmmaProducts(Effect):
 
     @property
     def adds_to(self) -> list[tuple[ir.Register, Array]]:
-        """D, where it is not replaced."""
+        """Registers of D, each with the lanes whose D is added to, not replaced."""
         lanes = (self.lanes[self.adds, None] + np.arange(32)).reshape(-1)
         return [(register, lanes) for register in self.decoded.d_registers]
 
@@ -168,7 +168,7 @@ class WgmmaProducts(Effect):
                 self.special.setdefault(kind, np.zeros(len(self.lanes), bool))[warps] |= mask.any(axis=(1, 2))
 
     def write(self, memory: Memory) -> None:
-        """Add the products to D, or replace it."""
+        """Add the products to D, or replace D by them."""
         self.take(memory)
         assert self.products is not None
         decoded, fragment, lanes = self.decoded, accumulators(self.decoded.n, self.decoded.d_type), self.all_lanes

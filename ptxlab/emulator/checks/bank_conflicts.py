@@ -26,7 +26,7 @@ class BankConflicts(Check):
         self.count(access, lanes, offsets, True)
 
     def count(self, access: MemoryAccess, lanes: Lanes, offsets: Array, store: bool) -> None:
-        """Enter one execution by some warps."""
+        """Add one execution by these warps to the counts of requests, wavefronts and conflicts in shared memory."""
         launch, instruction = self.machine.launch, access.instruction
         if instruction.head not in COUNTED or not launch.is_shared(offsets[:1])[0]:
             return

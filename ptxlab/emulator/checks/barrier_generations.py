@@ -18,7 +18,7 @@ from ptxlab.emulator.front.ir import Entry, Instruction
 
 
 def counts_threads(entry: Entry) -> bool:
-    """Tell whether a kernel has barriers with a number of threads."""
+    """Tell whether a kernel has a barrier that names its number of threads."""
     return any(i.head in ("bar", "barrier") and len(i.operands) > 1 for i in entry.instructions)
 
 
@@ -32,13 +32,13 @@ class Generation:
 
     @property
     def is_one_warp(self) -> bool:
-        """Tell whether nobody else had to come."""
+        """True if all threads that have arrived are of one warp."""
         arrived_threads = np.flatnonzero(self.times)
         return bool(arrived_threads[0] // 32 == arrived_threads[-1] // 32)
 
 
 class BarrierGenerations(Check):
-    """Arrivals by threads that do not know the generation before to be over. It looks before `order` learns of them."""
+    """Check for arrivals by threads that do not know the generation before to be over; runs before `order`."""
 
     def __init__(self, machine: Machine, order: HappensBefore) -> None:
         super().__init__(machine)
@@ -47,7 +47,7 @@ class BarrierGenerations(Check):
         self.complete: dict[tuple[int, int], Generation] = {}  # the last of each
 
     def arrive(self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes) -> None:
-        """Count arrivals in the generation under way, and check that their threads know the one before to be over."""
+        """Record arrivals at the current generation; check that the threads know the previous one to be over."""
         indices, stride = indices_of(lanes), self.machine.stride
         threads = indices % stride
         current_generation = self.under_way.setdefault(barrier, Generation(stride))
@@ -89,7 +89,7 @@ class BarrierGenerations(Check):
             self.report(instruction, "race", lanes, is_unsure, message)
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
-        """Note that those who wait know that all have come."""
+        """Complete the generation, and record that the waiting lanes have seen it over."""
         generation = self.complete[barrier] = self.under_way.pop(barrier)
         if lanes is not None:
             generation.waited[indices_of(lanes) % self.machine.stride] = True

@@ -10,7 +10,7 @@ from ptxlab.emulator.front.types import Array
 
 
 class Check(Watcher):
-    """Watches a machine."""
+    """Base of the checks: watches a machine and adds findings."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine

@@ -33,7 +33,7 @@ class Execution:
 
 
 class Divergence(Check):
-    """Warps that are not whole where they have to be."""
+    """Check for warps whose lanes do not all execute the same `.aligned` instruction."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -44,7 +44,7 @@ class Divergence(Check):
         self.open: dict[int, list[Execution]] = {}  # by warp, the oldest first
 
     def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Look at who comes to `.aligned` instructions, and follow branches."""
+        """Wrap a handler to record the lanes at `.aligned` instructions and to follow branches."""
         pc = self.machine.index[id(instruction)]
         if instruction.guard is None and END not in self.flow.early_exits.get(pc, ()):
             handler = self.follow_branches(pc, handler)
@@ -65,11 +65,11 @@ class Divergence(Check):
         return handler
 
     def wrap_guarded(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Follow the lanes of a guarded branch, some of which go on behind it."""
+        """Wrap a guarded instruction to follow its lanes: some take a branch, others go on behind it."""
         return self.follow_branches(self.machine.index[id(instruction)], handler)
 
     def follow_branches(self, pc: int, handler: Handler) -> Handler:
-        """Wrap the handler of a block's last instruction: its lanes are counted where they have gone."""
+        """Wrap the handler of a block's last instruction to count its lanes' loop iterations and note early exits."""
         loop_edges, early_exits = self.flow.loop_edges.get(pc, ()), self.flow.early_exits.get(pc, ())
         if not loop_edges and not early_exits:
             return handler
@@ -86,7 +86,7 @@ class Divergence(Check):
         return follow
 
     def exit(self, lanes: Lanes) -> None:
-        """Bring lanes that end to the end of the code, unless they have left early; parked lanes look again."""
+        """Record that ending lanes, unless they left early, reached the end; flag parked lanes, which look again."""
         for meeting in self.machine.meetings.values():
             for pc, meeting_lanes, _ in meeting:
                 self.parked[meeting_lanes] = pc in self.flow.aligned
@@ -97,13 +97,13 @@ class Divergence(Check):
             self.leave(as_lanes(remaining_lanes))
 
     def leave(self, lanes: Lanes) -> None:
-        """Take lanes out of those that others wait for."""
+        """Stop expecting these lanes at their warp's `.aligned` instructions."""
         self.expected[lanes] = False
         for warp in np.unique(indices_of(lanes) // 32).tolist() if self.open else ():
             self.forget_complete(warp)
 
     def forget_complete(self, warp: int) -> None:
-        """Forget what all lanes of the warp have come to."""
+        """Drop the warp's oldest executions that all expected lanes have reached."""
         executions, expected = self.open.get(warp, []), int(pack_bits(self.expected[warp * 32 : warp * 32 + 32])[0])
         while executions and not expected & ~executions[0].lanes:
             executions.pop(0)
@@ -111,7 +111,7 @@ class Divergence(Check):
             self.open.pop(warp, None)
 
     def record_execution(self, pc: int, lanes: Lanes) -> None:
-        """Count lanes that execute an `.aligned` instruction, or end."""
+        """Record lanes that execute an `.aligned` instruction, or end; report divergence."""
         if self.parked.any():
             is_repeated = self.parked[lanes].copy()
             self.parked[lanes] = False
@@ -143,7 +143,7 @@ class Divergence(Check):
                 )
 
     def enter_execution(self, warp: int, new: Execution) -> None:
-        """Enter lanes of a warp that have come to a place: where others have been before, or will have to come."""
+        """Match lanes of a warp with its open executions; open a new one for those that are the first there."""
         executions = self.open.setdefault(warp, [])
         remaining_lanes = new.lanes
         for execution in executions:

@@ -61,7 +61,7 @@ def is_kind(operand: Values, kind: str) -> Array | bool:
 
 
 class FloatValues(Check):
-    """Looks at what arithmetic makes."""
+    """Check floating-point arithmetic for special results (NaN, infinity, ...) where no operand is such."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -69,7 +69,7 @@ class FloatValues(Check):
         self.memory_before: tuple[Array, Array] | None = None  # what an atomic met: arena offsets, and values there
 
     def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Compare operands with results."""
+        """Wrap a handler of floating-point arithmetic to compare its results with its operands."""
         if instruction.head == "mma":
             return self.wrap_mma(instruction, handler)
         if instruction.opcode.startswith("wmma.mma"):
@@ -96,7 +96,7 @@ class FloatValues(Check):
         return run_and_compare
 
     def compare(self, instruction: Instruction, lanes: Lanes, destination: Values, operands: Sequence[Values]) -> None:
-        """Report results of a kind that no operand is of."""
+        """Report the lanes whose result is of a special kind (NaN, infinity, ...) that no operand is of."""
         for kind, is_arising in masks_by_kind(destination).items():
             if is_arising.any():
                 for operand in operands:
@@ -141,12 +141,12 @@ class FloatValues(Check):
         return run_and_compare
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Remember what the places of an atomic hold before it runs."""
+        """Save what an atomic's addresses hold before it runs."""
         rows = self.machine.memory.arena.view(DTYPES[access.type]).reshape(-1, access.count)
         self.memory_before = offsets, rows[offsets // access.size]
 
     def wrap_mma(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Check the products of a group of mma, all done by the handler of the first; warp by warp."""
+        """Wrap an mma to check the products of its group, which the first mma's handler computes, by warp."""
         machine = self.machine
         pc = machine.index[id(instruction)]
         d, a, b, _ = [word for word in instruction.opcode.split(".")[1:] if word[-1].isdigit() and word[0] != "m"][:4]
@@ -209,7 +209,7 @@ class FloatValues(Check):
         return run_and_compare
 
     def issue(self, effect: Effect) -> None:
-        """Have a wgmma look at its operands."""
+        """Make a wgmma of floats note special numbers among its operands."""
         if isinstance(effect, WgmmaProducts):
             effect.notes_special = effect.decoded.is_float
 

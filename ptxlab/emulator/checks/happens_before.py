@@ -56,7 +56,7 @@ def times_of(events: Array) -> Array:
 
 
 class HappensBefore(Check):
-    """Order of events in a wave: clocks, and how synchronisation hands knowledge on."""
+    """The happens-before order of a wave: vector clocks, and how synchronisation passes them on."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -97,7 +97,7 @@ class HappensBefore(Check):
         return places, np.repeat(indices_of(lanes), access.size)
 
     def is_unordered(self, past: Array, threads: Array, proxy_space: int | None = None) -> Array:
-        """Tell which past events are of others, and not known to lie before the present of `threads`.
+        """Tell which past events are by other threads and not ordered before the present of `threads`.
 
         With a space, which ones the async proxy cannot see when these threads ask it for something now: it takes a
         proxy fence on the way from the event to here (PTX ISA, 8.6 and 8.9.5), of whichever thread.
@@ -116,34 +116,34 @@ class HappensBefore(Check):
         return has_past[np.cumsum(starts) - 1] if has_past.any() else np.zeros(len(past), bool)
 
     def fenced_by_nobody(self, past: Array, proxy_space: int) -> Array:
-        """Tell which past events no proxy fence has followed, by whichever thread knew of them."""
+        """Tell which past events are not followed by a proxy fence of any thread that knew of them."""
         visible_times = self.clocks.visible(actors_of(past), proxy_space)
         return self.clocks.known_to_anyone(visible_times) < times_of(past)
 
     # Flags
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Acquire what came with a flag, if the read is strong."""
+        """Acquire the clocks released with a flag, if the read is strong."""
         if access.order != "weak" and self.flags:
             self.acquire(access, *self.bytes(access, lanes, offsets))
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """Release what the lanes know, if the write is strong."""
+        """Release the lanes' clocks with the flag, if the write is strong."""
         if access.order != "weak":
             self.release(access, lanes, offsets, keep=False)
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Release and acquire by an atomic."""
+        """Release the lanes' clocks with the flag and acquire those released with it before."""
         self.release(access, lanes, offsets, keep=True)
         if self.flags:
             self.acquire(access, *self.bytes(access, lanes, offsets))
 
     def merge_release(self, releases: Clocked, release: Released, news: Clock) -> None:
-        """Add news to what a release has told so far."""
+        """Join a clock into the clock of a release."""
         releases[release] = join_clocks(news, releases.get(release, NOTHING))
 
     def release(self, access: MemoryAccess, lanes: Lanes, offsets: Array, keep: bool) -> None:
-        """Hand on with the flag what the lanes know (or knew at their last fence); an atomic keeps what was there."""
+        """Store the lanes' clocks, now or at their last fence, with the flag; with `keep` join those stored before."""
         is_release = access.order in ("release", "acq_rel")
         if not is_release and not self.fenced:
             return
@@ -161,11 +161,11 @@ class HappensBefore(Check):
             self.clocks.tick(indices)
 
     def is_fenced(self, lane: int, time: int) -> bool:
-        """Tell whether a lane has run a memory fence since it did something at this time of its own."""
+        """Tell whether a lane has run a memory fence since `time`, counted by its own clock."""
         return any(lane in fenced and times[lane] >= time for fenced, times in self.fenced.values())
 
     def clocks_to_release(self, instruction: Instruction, lanes: Array, now: bool) -> Clocked:
-        """Return what the lanes make known together: what they know now, or knew at their last fences."""
+        """Return the lanes' joined clocks by release: those of now, or those at their last fences."""
         released_clocks: Clocked = {}
         reach = reach_of(instruction.opcode)
         for release, block_lanes in self.scopes.by_block(reach, lanes) if now else ():
@@ -177,7 +177,7 @@ class HappensBefore(Check):
         return released_clocks
 
     def acquire(self, access: MemoryAccess, places: Array, threads: Array) -> None:
-        """Give the lanes what came with the flag, at once or at their next fence."""
+        """Join the clocks released with a flag into the lanes' clocks, at once or at their next fence."""
         for group in groups(places):
             for release, released_clock in self.flags.get(int(places[group[0]]), {}).items():
                 lanes = self.lanes_reached(release, access.instruction, np.unique(threads[group]))
@@ -197,17 +197,17 @@ class HappensBefore(Check):
         self.pending[release] = dict.fromkeys(lanes.tolist(), released_clock) | pending
 
     def observe_flag(self, place: int, lanes: Array) -> None:
-        """Record that lanes have read a flag, by its arena offset; the check "race" does."""
+        """Record that lanes have read the flag at an arena offset; a hook, which the check "race" overrides."""
 
     def observe_write(self, place: int, write: int, lanes: Array) -> None:
-        """Record that lanes have learnt of a write, by its event, and of nothing else."""
+        """Record that lanes have learnt of one write (its event) at a place, and of nothing before it."""
         observed_write, times = self.observed.get(place, (0, {}))
         times = times if observed_write == write else {}
         times.update(zip(lanes.tolist(), self.clocks.own_times[lanes].tolist(), strict=True))
         self.observed[place] = write, times
 
     def is_observed(self, places: Array, threads: Array, past: Array) -> Array:
-        """Tell which past writes each thread has learnt of, or knows of a lane that has."""
+        """Tell which past writes the threads have learnt of by `observe_write`, themselves or through other lanes."""
         is_known = np.zeros(len(places), bool)
         for i, (place, thread, write) in enumerate(zip(places.tolist(), threads.tolist(), past.tolist(), strict=True)):
             observed_write, times = self.observed.get(place, (0, {}))
@@ -218,7 +218,7 @@ class HappensBefore(Check):
         return is_known
 
     def lanes_reached(self, release: Released, instruction: Instruction, lanes: Array) -> Array:
-        """Return the lanes that an acquire tells of a release.
+        """Return the lanes whose acquire is in scope of the release.
 
         The others are remembered, to be named where they race.
         """
@@ -234,7 +234,7 @@ class HappensBefore(Check):
         return reached_lanes
 
     def take_pending(self, lanes: Array, fence: Instruction | None = None) -> None:
-        """Make known to the lanes what their strong reads brought, as far as the fence's scope reaches.
+        """Join the clocks that strong reads brought into the lanes' clocks, where the fence's scope reaches.
 
         None stands for a barrier of the block, which counts as a fence of its scope: it acquires nothing of others.
         """
@@ -284,18 +284,18 @@ class HappensBefore(Check):
         self.clocks.tick(indices)
 
     def proxy_fence(self, lanes: Lanes, spaces: tuple[str, ...]) -> None:
-        """Make visible to the async proxy what these lanes know of, for those who learn of this fence."""
+        """Make events that these lanes know of visible to the async proxy, for threads ordered after the fence."""
         for number, space in enumerate(self.spaces):
             if space in spaces:
                 self.clocks.fence_proxy(indices_of(lanes), number)
         self.clocks.tick(indices_of(lanes))
 
     def converge(self, lanes: Lanes) -> None:
-        """Join the knowledge of lanes of warps, which have met."""
+        """Join the clocks of the lanes that have met, warp by warp."""
         self.clocks.meet(indices_of(lanes))
 
     def arrive(self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes) -> None:
-        """Tell a barrier what the lanes know."""
+        """Join the lanes' clocks into the barrier's clock."""
         self.barriers[barrier] = join_clocks(self.barriers.get(barrier, NOTHING), self.publish_clock(lanes))
 
     def publish_clock(self, lanes: Lanes, acquires: bool = True) -> Clock:
@@ -308,25 +308,25 @@ class HappensBefore(Check):
         return clock
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
-        """Tell the lanes that have waited what the barrier learnt."""
+        """Join the barrier's clock into the clocks of the lanes that have waited."""
         clock = self.barriers.pop(barrier)
         if lanes is not None:  # what they knew, the barrier has learnt from them: they now know the same
             self.clocks.meet(indices_of(lanes))
             self.clocks.learn(indices_of(lanes), clock)
 
     def effect_wait(self, effect: Effect, only_read: bool) -> None:
-        """Tell the lanes what their engines have done; whole warps wait for wgmma."""
+        """Record that lanes know their effect to be done; for a wgmma, that their warps do."""
         self.clocks.wait(effect.lanes, effect.serial, effect.kind == "wgmma")
 
     def effect_complete(self, effect: Effect) -> None:
-        """Tell the mbarriers what the engines have done."""
+        """Join the clocks of the effect's engines into those of its mbarriers."""
         for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
             lanes = np.unique(effect.lanes[effect.barrier == place])
             released_clocks = self.arrived.setdefault(place, {})
             self.merge_release(released_clocks, EVERYWHERE, self.clocks.engines(lanes, effect.serial))
 
     def phase_arrive(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
-        """Tell the mbarrier what those know who arrive."""
+        """Join the arriving lanes' clocks into the mbarrier's clock of this phase."""
         released_clocks = self.arrived.setdefault(place, {})
         if "relaxed" in instruction.opcode.split("."):
             for release, clock in self.clocks_to_release(instruction, indices_of(lanes), now=False).items():
@@ -337,7 +337,7 @@ class HappensBefore(Check):
             self.merge_release(released_clocks, release, self.publish_clock(block_lanes, acquires=place < 0))
 
     def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
-        """Record who has initialised mbarriers."""
+        """Record the event that initialised each mbarrier."""
         threads = indices_of(lanes)
         events = self.event(instruction, threads, self.clocks.own_times[threads], strong=False)
         for place, event in zip(places.tolist(), events.tolist(), strict=True):
@@ -346,18 +346,18 @@ class HappensBefore(Check):
                 places_told.pop(place, None)
 
     def release_mbarriers(self, lanes: Lanes) -> None:
-        """Record mbarriers that lanes have initialised and released for the next barrier of their cluster."""
+        """Record that mbarriers which these lanes initialised are released to waiters at the cluster's next barrier."""
         actors = actors_of(np.array([*self.initialised.values()], np.uint64))
         is_own = np.isin(actors, indices_of(lanes)).tolist()
         self.released.update(dict(compress(self.initialised.items(), is_own)))
 
     def is_initialised(self, place: int, lane: int) -> bool:
-        """Tell whether mbarrier.init, if there was one, lies before the present of a lane."""
+        """Tell whether a lane knows the mbarrier to be initialised; true where no mbarrier.init was seen."""
         event, lanes = np.array([self.initialised.get(place, 0)], np.uint64), np.array([lane])
         return not self.is_unordered(event, lanes)[0] or bool(self.is_observed(np.array([place]), lanes, event)[0])
 
     def phase_complete(self, place: int) -> None:
-        """Keep what arrivals made known for those who wait; the barrier of a cluster tells of released mbarriers."""
+        """Move the arrivals' clocks to the complete phase; for a cluster's barrier also the released mbarriers."""
         if place < 0 and self.released:
             size = self.machine.cluster_memory.size * self.machine.stride  # lanes of a cluster
             clusters = actors_of(np.array([*self.released.values()], np.uint64)) // size

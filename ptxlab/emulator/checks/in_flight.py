@@ -47,7 +47,7 @@ _GLOBAL = PROXY_SPACES.index("global")
 
 
 class InFlight(Check):
-    """Accesses that meet a copy in flight, and copies that meet what is not visible to them."""
+    """Check for accesses that touch bytes of a copy in flight, and for copies of bytes not visible to them."""
 
     def __init__(self, machine: Machine, order: HappensBefore, strict: bool = False) -> None:
         super().__init__(machine)
@@ -64,7 +64,7 @@ class InFlight(Check):
     # Threads
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Report reads of what a copy writes."""
+        """Report reads of bytes that a copy in flight writes."""
         self.check_access(access, lanes, offsets, _CHANGED, "reads")
         if self.read is not None and (is_shared := self.machine.launch.is_shared(offsets)).any():
             threads = indices_of(lanes)[is_shared]
@@ -72,7 +72,7 @@ class InFlight(Check):
             self.read.mark(offsets[is_shared], access.size, events)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """Report writes to what a copy reads or writes."""
+        """Report writes to bytes that a copy in flight reads or writes."""
         self.check_access(access, lanes, offsets, _CHANGED | _READ, "writes")
         threads = indices_of(lanes)
         times = self.order.clocks.own_times[threads]
@@ -84,7 +84,7 @@ class InFlight(Check):
         self.store(access, lanes, offsets, offsets)
 
     def check_access(self, access: MemoryAccess, lanes: Lanes, offsets: Array, flags: int, does: str) -> None:
-        """Report accesses to bytes that carry one of the flags."""
+        """Report the lanes whose access touches a byte with one of the `flags`."""
         width = min(access.size, 8)
         pattern = repeat_byte(flags, width)
         is_collision = np.zeros(len(offsets), bool)
@@ -149,7 +149,7 @@ class InFlight(Check):
             self.report(effect.instruction, "async", lanes, by_entry(is_hit, sizes), f"{does} {description}")
 
     def check_visibility(self, effect: Effect) -> None:
-        """Report what the engine reads without being able to see it, and mbarriers that its thread does not know of."""
+        """Report bytes of an effect that no proxy fence orders before it, and mbarriers unknown to its thread."""
         for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
             if not self.order.is_initialised(place, lane):
                 writer_text = self.order.instruction_of(self.order.initialised[place]).seen_from(effect.instruction)
@@ -171,7 +171,7 @@ class InFlight(Check):
                 )
 
     def wait_for_predecessors(self, lanes: Lanes) -> None:
-        """Record that these lanes have, from now on, what the launches before wrote, in their own proxy."""
+        """Record that these lanes see the writes of earlier launches from now on, in the generic proxy."""
         if self.machine.launch.unfenced is not None:
             threads = indices_of(lanes)
             instruction = self.machine.launch.entry.instructions[0]
@@ -179,7 +179,7 @@ class InFlight(Check):
             self.waits = np.concatenate([self.waits, events])
 
     def report_unfenced_launches(self, effect: Effect) -> None:
-        """Report what the engine reads of launches before, which none of their threads has fenced, and nobody here."""
+        """Report bytes that the engine reads, written by an earlier launch and fenced neither there nor here."""
         assert self.machine.launch.unfenced is not None
         lanes, _, sizes = effect.reads
         places = effect.read_units(1)
@@ -202,25 +202,27 @@ class InFlight(Check):
     def report_unfenced(
         self, effect: Effect, marked: Shadow, entries: Places, units_of: Units, words: tuple[str, str, str]
     ) -> None:
-        """Report bytes that threads have written (or read), by events in `marked`, and not fenced since."""
+        """Report bytes of an effect that threads wrote (or read), by events in `marked`, with no proxy fence since."""
         verb, past_verb, consequence = words
         lanes, _, sizes = entries
         unit, units = coarsest(effect.grain, units_of, marked)
-        marks = marked.get(units, unit)
-        if not np.count_nonzero(marks):
+        last_events = marked.get(units, unit)
+        if not np.count_nonzero(last_events):
             return
         threads, places = lanes.repeat(sizes // unit), units * unit
         is_shared = self.machine.launch.is_shared(places)
-        writers = actors_of(marks) % self.machine.lanes
+        writers = actors_of(last_events) % self.machine.lanes
         is_hit = np.zeros(len(places), bool)
         for space, is_in_space in enumerate((is_shared, ~is_shared)):
-            is_hit[is_in_space] = self.order.is_unordered(marks[is_in_space], threads[is_in_space], space)
+            is_hit[is_in_space] = self.order.is_unordered(last_events[is_in_space], threads[is_in_space], space)
             # what its writer has fenced, and nobody has told the issuing thread of, is a race and no more
-            is_fenced = ~self.order.is_unordered(marks[is_in_space], writers[is_in_space], space)
-            is_hit[is_in_space] &= ~(is_fenced & self.order.is_unordered(marks[is_in_space], threads[is_in_space]))
+            is_fenced = ~self.order.is_unordered(last_events[is_in_space], writers[is_in_space], space)
+            is_hit[is_in_space] &= ~(
+                is_fenced & self.order.is_unordered(last_events[is_in_space], threads[is_in_space])
+            )
         if is_hit.any():
             first = int(np.argmax(is_hit))
-            writer = self.order.instruction_of(marks[first])
+            writer = self.order.instruction_of(last_events[first])
             writer_text = writer.seen_from(effect.instruction)
             message = f"{verb} {self.memory.name_byte(int(places[first]))}, which {writer_text}, {past_verb} "
             message += f"without a fence.proxy.async behind it: {consequence},"
@@ -228,11 +230,11 @@ class InFlight(Check):
             self.report(effect.instruction, kind, lanes, by_entry(is_hit, sizes // unit), message)
 
     def effect_wait(self, effect: Effect, only_read: bool) -> None:
-        """Settle the lanes' own effects, which are done, or have read their source."""
+        """Clear the flags of an effect that its lanes have waited for (`only_read`: for its reads)."""
         self.effect_seen(effect, only_read)
 
     def effect_seen(self, effect: Effect, only_read: bool = False) -> None:
-        """Take the bytes of an effect out of flight.
+        """Clear the in-flight flags of an effect's bytes.
 
         What cp.async wrote is like a store; what the engine wrote, it can see.
         """
@@ -256,7 +258,7 @@ class InFlight(Check):
                 self.read.put(effect.written_units(unit), unit, 0)
 
     def end(self) -> None:
-        """Report copies from shared memory that nobody has waited for: it is gone when its block ends."""
+        """Report copies from shared memory that nobody has waited for: it is freed when its block ends."""
         self.publish()
         for effect in self.pending.queue:
             lanes, starts, sizes = effect.reads
@@ -266,7 +268,7 @@ class InFlight(Check):
                 self.report(effect.instruction, "async", lanes, is_unfinished, message)
 
     def publish(self) -> None:
-        """Leave for the next launch of a chain which bytes of global memory nobody has fenced."""
+        """Record for the next launch of a chain which bytes of global memory have no proxy fence after their write."""
         launch = self.machine.launch
         if launch.unfenced is None or self.dirty is None:
             return

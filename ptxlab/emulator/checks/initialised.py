@@ -20,7 +20,7 @@ RegisterState = tuple[Array, set[Span], str]
 
 
 class Initialised(Check):
-    """Reads of registers, and of bytes of memory, that nobody has written."""
+    """Check for reads of registers and of bytes of memory that were never written."""
 
     def __init__(self, machine: Machine, taint: LoadTaint | None = None) -> None:
         """Watch a machine; `taint` knows which loads count."""
@@ -38,7 +38,7 @@ class Initialised(Check):
         self.unwritten[local : local + machine.launch.local_pitch * machine.lanes] = True
 
     def states_of(self, registers: list[Register]) -> list[RegisterState]:
-        """Return what is known of each register."""
+        """Return the state of each register once: which lanes have written it, the runs seen whole, its name."""
         states_by_name = {}
         for register in registers:
             place = register.place
@@ -50,7 +50,7 @@ class Initialised(Check):
     def wrap_registers(
         self, instruction: Instruction, handler: Handler, sources: list[Register], targets: list[Register]
     ) -> Handler:
-        """Wrap a handler: look at the registers that it reads, then mark those that it writes.
+        """Wrap a handler to check the registers that it reads, then mark those that it writes.
 
         What has been written stays written: a run of lanes that has written a register is not looked at again there.
         """
@@ -78,7 +78,7 @@ class Initialised(Check):
         return check_and_mark if reads or writes else handler
 
     def wrap_copy(self, handler: Handler, source: Register, target: Register) -> Handler:
-        """Wrap the handler of a `mov`, which uses nothing: the copy of what nobody has written is not written either.
+        """Wrap the handler of a `mov`: copy whether the source is written, and report nothing.
 
         Compilers make them of variables that are set in a loop, and declared outside.
         """
@@ -96,7 +96,7 @@ class Initialised(Check):
         return copy
 
     def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Look at sources before, mark destinations after."""
+        """Wrap a handler to check its sources and then mark its destinations as written."""
         operands = instruction.operands
         if instruction.head == "mov" and all(isinstance(o, Register) and not o.selector for o in operands):
             return self.wrap_copy(handler, *instruction.sources, *instruction.destinations)
@@ -142,7 +142,7 @@ class Initialised(Check):
             words[index] = 0
 
     def exchange(self, instruction: Instruction, lanes: Lanes, sources: Array, members: Array) -> None:
-        """Report values taken from lanes that do not take part: they are undefined."""
+        """Report values taken from lanes that do not take part in the shuffle, which are undefined."""
         is_outside = members >> sources.astype(np.uint32) & np.uint32(1) == 0
         if is_outside.any():
             first = int(np.argmax(is_outside))
@@ -150,7 +150,7 @@ class Initialised(Check):
             self.report(instruction, "uninitialised", lanes, is_outside, f"takes the value of {origin}")
 
     def issue(self, effect: Effect) -> None:
-        """Look at what is read; what is written counts as written, `in_flight` knows when."""
+        """Report unwritten bytes that an effect reads; what it writes counts as written now, `in_flight` knows when."""
         added_verb = "adds to" if effect.accumulates else ""
         for (lanes, _, sizes), touched_units, verb in (
             (effect.reads, effect.read_units, "takes"),

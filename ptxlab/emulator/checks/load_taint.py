@@ -1,4 +1,4 @@
-"""What becomes of the values that some loads bring: whether anything depends on them.
+"""Taint of loaded values: whether anything depends on the value of a tracked load.
 
 Compilers load what may not be needed. NVRTC makes of `if (threadIdx.x < 32) v = total;` a load by all threads and a
 select, and hoists loads of shared variables out of loops and branches. Where such a load races, or reads what nobody
@@ -30,7 +30,7 @@ Marks = Array  # i64 per lane: a number in `LoadTaint.sets`
 
 
 class LoadTaint(Check):
-    """Marks on registers: which reads, by their events, went into what they hold."""
+    """Track which loads (by their events) the value of each register depends on."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -43,7 +43,7 @@ class LoadTaint(Check):
         self.waiting_reports: dict[int, list[tuple[Array, Callable[[Array], None]]]] = {}
 
     def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Mark what an instruction computes like its operands; an instruction of another kind uses them."""
+        """Wrap a handler: a computation passes its operands' marks on, any other instruction counts as a use."""
         sources, targets = instruction.sources, instruction.destinations
         is_use = not computes(instruction)
         if instruction.opcode.startswith("wgmma"):  # it adds to its destination
@@ -62,7 +62,7 @@ class LoadTaint(Check):
         return track_and_run
 
     def wrap_guarded(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Count a guard as used: what becomes of all lanes depends on it."""
+        """Wrap a guarded instruction to count its guard as used: what becomes of all lanes depends on it."""
         guard = instruction.guard
         assert guard is not None
 
@@ -112,7 +112,7 @@ class LoadTaint(Check):
         return reduce(self.union, [row[lanes] for row in rows], np.zeros(count_of(lanes), np.int64))
 
     def union(self, a: Marks, b: Marks) -> Marks:
-        """Unite two marks lane by lane: each becomes the number of the union of both sets."""
+        """Return the marks of the union of two sets of reads, lane by lane."""
         if not a.any() or not b.any():
             return a + b
         pairs, index = np.unique(np.stack((a, b)), axis=1, return_inverse=True)
@@ -120,14 +120,14 @@ class LoadTaint(Check):
         return np.array(union_numbers)[index.reshape(-1)]
 
     def number_of(self, reads: frozenset[int]) -> int:
-        """Return the number of a set of reads."""
+        """Return the number that stands for a set of reads, a new one for a new set."""
         if reads not in self.numbers:
             self.numbers[reads] = len(self.sets)
             self.sets.append(reads)
         return self.numbers[reads]
 
     def mark(self, register: Register, lanes: Lanes, marks: Marks) -> None:
-        """Set the marks of what the register holds from now on."""
+        """Set a register's marks for these lanes."""
         key = register.place
         if key in self.marks or marks.any():
             self.marks.setdefault(key, np.zeros(self.machine.lanes, np.int64))[lanes] = marks
@@ -145,14 +145,14 @@ class LoadTaint(Check):
         return event(self.machine.index[id(instruction)], threads, times, strong=False)
 
     def report_when_used(self, reads: Array, report: Callable[[Array], None]) -> None:
-        """Call `report`, with a mask, for those of the reads that have been used, or as soon as they are."""
+        """Call `report` with a mask of the reads that have been used, now and whenever more are used."""
         events, lanes = without_actors(reads), actors_of(reads)
         for load_event in np.unique(events).tolist():
             self.waiting_reports.setdefault(load_event, []).append((np.where(events == load_event, lanes, -1), report))
             self.report_used(load_event)
 
     def report_used(self, read: int) -> None:
-        """Report what is held about a read, in those lanes that have used it."""
+        """Call the reports that wait for the use of a read."""
         used = self.used.get(read)
         if used is None or read not in self.waiting_reports:
             return
@@ -175,7 +175,7 @@ class LoadTaint(Check):
             self.mark(register, lanes, marks)
 
     def mark_used(self, sources: list[Register], lanes: Lanes) -> None:
-        """Count as used what these registers hold: something depends on it.
+        """Record that the reads in these registers' marks have been used.
 
         Their marks have done their work; a sum would gather more.
         """

@@ -20,7 +20,7 @@ WORD = 8  # bytes of an mbarrier
 
 
 class MBarrierLife(Check):
-    """Writes over mbarriers, and bytes that they count in vain."""
+    """Check for writes over live mbarriers, and for last phases to which too few or too many bytes came."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -32,7 +32,7 @@ class MBarrierLife(Check):
         self.live[places // WORD] = True
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """Check a write, or note the end of an mbarrier."""
+        """Check a write; one by mbarrier.init or mbarrier.inval ends the life of the mbarrier there."""
         if access.instruction.head == "mbarrier":
             self.live[offsets // WORD] = False  # until `begin`, if it is initialised
             return
@@ -62,7 +62,7 @@ class MBarrierLife(Check):
             self.report(instruction, "async", lanes, wrong, message)
 
     def end(self) -> None:
-        """Report phases of which some bytes came, but not all, or too many; nobody has waited for these.
+        """Report phases to which some bytes came, but not all, or too many; no thread has waited for these.
 
         None at all is no finding: a block may expect what others send to some blocks only.
         """

@@ -30,12 +30,12 @@ class Phase:
         self.seen = np.zeros(0, np.int32)
 
     def seen_by(self, columns: Array) -> Array:
-        """Tell which of these lanes of the cluster have seen it over."""
+        """Tell which of these lanes (as columns of the cluster) have seen the phase over."""
         return self.seen[columns] > 0 if len(self.seen) else np.zeros(len(columns), bool)
 
 
 class MBarrierPhases(Check):
-    """Waits by lanes that do not know that the phase before is over. It has to look before `order` learns of a wait."""
+    """Check for waits by lanes that do not know the phase before to be over; runs before `order`."""
 
     def __init__(self, machine: Machine, order: HappensBefore) -> None:
         super().__init__(machine)
@@ -43,7 +43,7 @@ class MBarrierPhases(Check):
         self.phases: dict[int, tuple[Phase, Phase, Phase]] = {}  # by arena offset: the one under way, and two before it
 
     def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
-        """Begin to follow mbarriers, of whose phases nothing is known yet."""
+        """Begin to track the phases of newly initialised mbarriers."""
         for place in places.tolist():
             self.phases[place] = Phase(), Phase(), Phase()
 
@@ -53,7 +53,7 @@ class MBarrierPhases(Check):
             self.phases[place][0].copied = True
 
     def phase_complete(self, place: int) -> None:
-        """Begin another phase of an mbarrier."""
+        """Begin to track another phase of an mbarrier."""
         if place not in self.phases:  # a cluster's barrier
             return
         current_phase, last_phase, _ = self.phases[place]
@@ -82,7 +82,7 @@ class MBarrierPhases(Check):
         last.seen[columns[is_first]] = clocks.own_times[indices[is_first]]
 
     def know_the_end(self, phase: Phase, lanes: Array) -> Array:
-        """Tell which of these lanes, which have not seen the phase over, know that it is."""
+        """Tell which of these lanes, which have not seen the phase over, know from others that it is."""
         clocks, columns = self.order.clocks, np.flatnonzero(phase.seen)
         seers = lanes[0] - lanes[0] % clocks.size + columns
         is_known = np.zeros(len(lanes), bool)

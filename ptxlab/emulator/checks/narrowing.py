@@ -26,7 +26,7 @@ _INTEGERS = frozenset(f"{sign}{bits}" for sign in "us" for bits in (8, 16, 32, 6
 
 
 def is_silent(instruction: Instruction) -> bool:
-    """Tell whether a line that the instruction comes from says that it wraps on purpose, or masks."""
+    """Tell whether a source line of the instruction masks the value, or says that it wraps on purpose."""
     return instruction.wraps or any(
         SILENT.search(_line(*place)) for place in ((instruction.path, instruction.line), *instruction.callers)
     )
@@ -42,7 +42,7 @@ def _line(path: str, line: int) -> str:
 
 
 class Narrowing(Check):
-    """Integers that do not fit where they go."""
+    """Check for integers that lose high bits in a conversion, product or store."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -55,7 +55,7 @@ class Narrowing(Check):
                 self.arrays[address - BASE] = argument.dtype
 
     def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Look at conversions and products."""
+        """Wrap handlers of integer conversions and products to check their results."""
         head, *modifiers = instruction.opcode.split(".")
         types = [word for word in modifiers if word in _INTEGERS]
         if instruction.lanes or not types:
@@ -67,7 +67,7 @@ class Narrowing(Check):
         return handler
 
     def wrap_conversion(self, instruction: Instruction, handler: Handler, target: str, source: str) -> Handler:
-        """Look at what is converted. Compilers name a sign at random."""
+        """Wrap a conversion to check that its source fits, signed or unsigned: compilers name either sign."""
         read = self.machine.reader(instruction.operands[1], source, relaxed=True)
 
         def convert(lanes: Lanes) -> Successors:
@@ -77,7 +77,7 @@ class Narrowing(Check):
         return convert
 
     def wrap_product(self, instruction: Instruction, handler: Handler, type_name: str) -> Handler:
-        """Compute the product in 64 bits."""
+        """Wrap a product to compare it with the one computed in 64 bits."""
         readers = [self.machine.reader(operand, type_name) for operand in instruction.operands[1:]]
         wide_dtype, (low, high) = (np.int64 if is_signed(type_name) else np.uint64), limits(type_name)
 
@@ -95,7 +95,7 @@ class Narrowing(Check):
         return multiply
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """Look at registers that are wider than what of them is stored."""
+        """Check that stored registers fit the narrower width of the store."""
         bits, operands = bits_of(access.type), access.instruction.operands
         if access.instruction.head != "st" or bits > 32:
             return
@@ -115,7 +115,7 @@ class Narrowing(Check):
     def check_range(
         self, instruction: Instruction, lanes: Lanes, values: Array, bits: int, signed: bool | None, target: str
     ) -> None:
-        """Report values that are no integers of so many bits, as they stand or without their sign."""
+        """Report values that do not fit in `bits` bits; `signed` None accepts either sign convention."""
         low, high = -(1 << bits - 1) if signed is not False else 0, (1 << bits - (signed is True)) - 1
         width = values.itemsize
         as_signed = np.broadcast_to(values, (count_of(lanes),)).view(f"i{width}")

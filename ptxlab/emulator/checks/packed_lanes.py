@@ -14,7 +14,7 @@ class PackedLanes(Check):
     """Recomputes annotated instructions lane by lane; see `lane_annotation`."""
 
     def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Compare what the instruction stores with its lanes computed wide."""
+        """Wrap an annotated handler to compare what it stores with its lanes computed in wide integers."""
         types = instruction.lanes
         if types is None:
             return handler
@@ -101,7 +101,7 @@ def outside(values: Array, lane_type: LaneType) -> Array:
 
 
 def _blame(operation: LaneOperation, target: LaneType, exact: Array, lane: int) -> tuple[int, str]:
-    """Find the lane that spilled into `lane`, and why: the nearest below whose bits overflow.
+    """Find the lane that overflowed into `lane`, and why: the nearest one below that does not fit its bits.
 
     For a right shift it is the lane above.
     """

@@ -28,7 +28,7 @@ from ptxlab.emulator.front.types import Array
 
 @dataclass
 class Race:
-    """Accesses of one instruction, unit by unit, each with the past one that it races with."""
+    """Accesses of one instruction, unit by unit, each with the past access that it races with."""
 
     instruction: Instruction
     action: str  # it does there
@@ -59,7 +59,7 @@ class Touch:
 
 
 class Races(HappensBefore):
-    """Conflicting accesses by different threads that nothing orders."""
+    """Check for conflicting accesses by different threads that nothing orders."""
 
     def __init__(self, machine: Machine, taint: LoadTaint | None = None) -> None:
         """Watch a machine; `taint` knows which loads count."""
@@ -113,11 +113,11 @@ class Races(HappensBefore):
         self.writes.put(touch.places, touch.unit, touch.events)
 
     def observe_flag(self, place: int, lanes: Array) -> None:
-        """Order a write before the strong reads that find it, whatever it releases."""
+        """Order a write before the strong reads that see it, whatever it releases."""
         self.observe_write(place, int(self.writes.get(np.array([place]), 1)[0]), lanes)
 
     def touch(self, access: MemoryAccess, lanes: Lanes, offsets: Array, strong: bool, *shadows: Shadow) -> Touch:
-        """Return the units of threads' accesses, with the event that each leaves."""
+        """Return an access as units of memory, each with its thread and the event to record."""
         size, threads = access.size, indices_of(lanes)
 
         def units(unit: int) -> Array:
@@ -133,7 +133,7 @@ class Races(HappensBefore):
         return Touch(access.instruction, lanes, counts, unit, places, threads, events, strong)
 
     def require_read_only(self, touch: Touch) -> None:
-        """Report bytes that somebody has written in this launch."""
+        """Report reads by the read-only path of bytes that this launch has written."""
         writes = self.writes.get(touch.places, touch.unit)
         if not (is_written := writes != 0).any():
             return
@@ -146,7 +146,7 @@ class Races(HappensBefore):
         self.report(touch.instruction, "race", touch.lanes, lanes, message)
 
     def remember_reads(self, touch: Touch) -> None:
-        """Remember two concurrent readers per byte."""
+        """Record the readers of each byte, up to two that are concurrent with each other."""
         places, unit, events = touch.places, touch.unit, touch.events
         # what it replaces lies before it, so nothing is lost
         replace = ~self.is_unordered(self.reads.get(places, unit), touch.threads)
@@ -203,7 +203,7 @@ class Races(HappensBefore):
             self.report_race(race.select_units(~is_ordinary))
 
     def report_race(self, race: Race) -> None:
-        """Report a race, with the access of another thread that it races with."""
+        """Report a race, naming the past access of the other thread."""
         past_instruction = self.instruction_of(race.past[0])
         past_lane = int(actors_of(race.past[:1])[0]) % self.machine.lanes
         block, thread = ("({},{},{})".format(*index) for index in self.machine.place_of(past_lane))
@@ -222,7 +222,7 @@ class Races(HappensBefore):
         self.report(race.instruction, "race", race.lanes, is_racing_lane, message)
 
     def explain_fence(self, block: int, writer: int, reader: Instruction) -> str:
-        """Say why the fence of a thread that has written does not help, where another thread has set the flag."""
+        """Explain a race where the writer has fenced, but another thread has set the flag."""
         setter, lane = self.flag_setters.get(block, (None, writer))
         if setter is None or lane == writer:
             return ""
@@ -233,14 +233,14 @@ class Races(HappensBefore):
         )
 
     def is_out_of_scope(self, instruction: Instruction, threads: Array, past: Array) -> Array | bool:
-        """Tell which past accesses of other blocks the two scopes do not reach."""
+        """Tell which past accesses are of blocks that the narrower scope of the two instructions does not reach."""
         if not self.scopes.matter:
             return False
         reaches = np.minimum(self.scopes.reaches[codes_of(past)], reach_of(instruction.opcode))
         return self.scopes.is_out_of_scope(threads, actors_of(past) % self.machine.lanes, reaches)
 
     def in_step(self, instruction: Instruction, places: Array, threads: Array, past: Array) -> Array | bool:
-        """Tell which volatile accesses to shared memory follow one by another lane of the same warp."""
+        """Tell which volatile accesses to shared memory follow one by another lane of their warp."""
         is_in_step = self.volatile[codes_of(past)] & (actors_of(past) // 32 == threads // 32)
         return "volatile" in instruction.opcode and is_in_step & self.machine.launch.is_shared(places)
 

@@ -16,7 +16,7 @@ from ptxlab.emulator.front.types import Array
 
 
 class RaceClusterExit(Check):
-    """Accesses to the shared memory of a block that may have ended."""
+    """Check for accesses to the shared memory of a block of the cluster that may have ended."""
 
     def __init__(self, machine: Machine, order: HappensBefore) -> None:
         super().__init__(machine)
@@ -51,7 +51,7 @@ class RaceClusterExit(Check):
     def record_visit(
         self, instruction: Instruction, indices: Array, offsets: Array, times: Array, engine: bool
     ) -> None:
-        """Remember the last access of each actor to the shared memory of another block."""
+        """Record the last access of each lane (or its engine) to another block's shared memory."""
         peers, clocks = self.machine.cluster_memory, self.clocks
         blocks = peers.block_at(offsets)
         is_remote = (blocks >= 0) & (blocks != peers.block[indices])
@@ -62,7 +62,7 @@ class RaceClusterExit(Check):
             last_times[columns], code[columns] = times[in_block], self.machine.index[id(instruction)]
 
     def exit(self, lanes: Lanes) -> None:
-        """Report accesses to the memory of a block whose last warp has left: it takes the memory with it."""
+        """Report other blocks' accesses that may come after the end of a block, whose shared memory is then gone."""
         machine, indices = self.machine, indices_of(lanes)
         for block in np.unique(machine.cluster_memory.block[indices]).tolist():
             rows = np.unique(self.clocks.row[indices[machine.cluster_memory.block[indices] == block]])

@@ -27,7 +27,7 @@ WAIT = "griddepcontrol.wait"
 
 
 class RacePdl(Check):
-    """Accesses to global memory that do not wait for the kernel before."""
+    """Check for accesses to global memory that do not wait for the kernel before."""
 
     def __init__(self, machine: Machine, order: HappensBefore) -> None:
         super().__init__(machine)
@@ -38,19 +38,19 @@ class RacePdl(Check):
         self.is_predecessor_region = np.isin(machine.memory.starts, machine.launch.after_wait)  # of each region
 
     def wait_for_predecessors(self, lanes: Lanes) -> None:
-        """Allow these lanes every access from now on."""
+        """Record that these lanes have waited: all their later accesses are allowed."""
         indices = indices_of(lanes)
         self.is_behind[indices] = True
         self.record_behind(indices, self.clocks.own_times[indices], engine=False)
 
     def record_behind(self, indices: Array, times: Array | int, engine: bool) -> None:
-        """Record that these actors are behind a wait, since then if not before."""
+        """Record the times from which lanes (or their engines) are behind a wait; the first time counts."""
         size = self.clocks.size
         cells = indices // size, indices % size + engine * size
         self.behind_since[cells] = np.where(self.behind_since[cells] == 0, times, self.behind_since[cells])
 
     def are_behind_wait(self, indices: Array) -> Array:
-        """Tell which of these lanes are behind a wait, by what they know."""
+        """Tell which of these lanes are behind a wait, their own or one that they know of."""
         clocks = self.clocks
         for row in np.unique(clocks.row[indices[~self.is_behind[indices]]]).tolist():
             members = np.flatnonzero(clocks.row == row)
@@ -61,14 +61,14 @@ class RacePdl(Check):
     # Accesses
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """Check reads of what the predecessor makes."""
+        """Check reads of buffers that the predecessor writes."""
         if "nc" in access.instruction.opcode.split("."):
             self.read_as_constant(access.instruction, indices_of(lanes), offsets)
         else:
             self.read(access.instruction, indices_of(lanes), offsets)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """Check writes to whatever the predecessor may use."""
+        """Check writes to global memory, which the predecessor may use."""
         self.write(access.instruction, indices_of(lanes), offsets)
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
@@ -76,7 +76,7 @@ class RacePdl(Check):
         self.write(access.instruction, indices_of(lanes), offsets)
 
     def issue(self, effect: Effect) -> None:
-        """Check the engines' accesses, which begin now.
+        """Check the accesses of an effect, which begin now.
 
         Whoever learns that they are done, knows that the wait was before.
         """
@@ -90,7 +90,7 @@ class RacePdl(Check):
         self.judge(instruction, indices, offsets, self.is_from_predecessor(offsets), "read of", "write")
 
     def read_as_constant(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
-        """Report reads of the predecessor's buffers that may be moved ahead of the wait, wherever they stand."""
+        """Report `.nc` reads of the predecessor's buffers, wherever placed: ptxas may move them ahead of the wait."""
         from_predecessor = self.is_from_predecessor(offsets)
         if from_predecessor.any():
             place = self.machine.memory.name_byte(int(offsets[int(np.argmax(from_predecessor))]))
@@ -112,7 +112,7 @@ class RacePdl(Check):
     def judge(
         self, instruction: Instruction, indices: Array, offsets: Array, mask: Array, action: str, use: str
     ) -> None:
-        """Report those of the accesses in `mask` that lie behind no wait."""
+        """Report the accesses in `mask` that do not lie behind a wait."""
         if not mask.any() or self.is_behind[indices].all():
             return
         is_wrong = mask & ~self.are_behind_wait(indices)

@@ -36,7 +36,7 @@ class Waves:
 
 
 class RaceWaves(Check):
-    """Conflicting accesses by blocks of different waves that no flag orders."""
+    """Check for conflicting accesses by blocks of different waves that no flag orders."""
 
     def __init__(self, machine: Machine, order: HappensBefore, waves: Waves, taint: LoadTaint | None) -> None:
         super().__init__(machine)
@@ -98,7 +98,7 @@ class RaceWaves(Check):
             self.mark(self.waves.reads, effect.instruction, global_units, False)
 
     def end(self) -> None:
-        """Hand flags that have been released to the next wave."""
+        """Pass released flags on to the next wave."""
         last = self.machine.cluster_memory.first_window
         self.waves.released |= {
             place
@@ -120,13 +120,13 @@ class RaceWaves(Check):
         return self.keep_global(np.arange(len(offsets)).repeat(size // unit), indices_of(lanes), places, unit)
 
     def keep_global(self, positions: Array, lanes: Array, places: Array, unit: int) -> Units:
-        """Leave out the units that lie in shared memory."""
+        """Keep only the units in global memory."""
         is_global = places * unit < self.machine.cluster_memory.first_window
         return positions[is_global], lanes, places[is_global], unit
 
     def write(self, instruction: Instruction, lanes: Lanes, units: Units, strong: bool, action: str,
               among: Array | None = None) -> None:  # fmt: skip
-        """Compare with earlier writes and reads, and remember."""
+        """Report writes that race with writes or reads of earlier waves, then record them."""
         for shadow in (self.waves.writes, self.waves.reads):
             if race := self.find_race(instruction, units, shadow, strong, action, among):
                 self.report_race(instruction, lanes, *race)
@@ -164,7 +164,7 @@ class RaceWaves(Check):
             self.report(instruction, "race", lanes, racing, message)
 
     def mark(self, shadow: Shadow, instruction: Instruction, units: Units, strong: bool) -> None:
-        """Remember accesses for the waves to come."""
+        """Record accesses for the check of later waves."""
         positions, lanes, places, unit = units
         blocks = (lanes[positions] // self.machine.stride).astype(np.uint64)
         code, wave = self.machine.index[id(instruction)] + 1, len(self.waves.blocks)

@@ -32,7 +32,7 @@ def reach_of(opcode: str) -> int:
 
 
 class Scopes:
-    """Lanes that each scope reaches."""
+    """The lanes that scopes reach, for the blocks and clusters of a wave."""
 
     def __init__(self, machine: Machine) -> None:
         self.block, self.cluster = machine.stride, machine.stride * prod(machine.launch.cluster)  # lanes
@@ -52,7 +52,7 @@ class Scopes:
         )
 
     def by_block(self, reach: int, lanes: Array) -> Iterator[tuple[Released, Array]]:
-        """Yield what lanes release: by block, if it may matter from which."""
+        """Yield the lanes of each release: one per block, or one for all where scopes do not matter."""
         if not self.matter:
             yield EVERYWHERE, lanes
             return
@@ -61,7 +61,7 @@ class Scopes:
             yield (reach, block), lanes[blocks == block]
 
     def lanes_reached(self, released: Released, reach: int, lanes: Array) -> Array:
-        """Return the lanes whose acquire, of scope `reach`, meets the release."""
+        """Return the lanes that are in scope of the release and whose own scope, `reach`, covers its block."""
         narrow, block = min(released[0], reach), released[1]
         if narrow == ALL or block < 0:
             return lanes
@@ -70,7 +70,7 @@ class Scopes:
         return lanes_in_reach
 
     def is_out_of_scope(self, lanes: Array, peers: Array, reaches: Array) -> Array:
-        """Tell for each pair of lanes whether its scope, one of `reaches`, does not reach from one to the other."""
+        """Tell for each pair of lane and peer whether the peer lies outside the pair's scope."""
         other_block, other_cluster = (lanes // size != peers // size for size in (self.block, self.cluster))
         is_out_of_scope: Array = (other_block & (reaches == CTA)) | (other_cluster & (reaches == CLUSTER))
         return is_out_of_scope

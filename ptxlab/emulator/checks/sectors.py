@@ -37,13 +37,13 @@ class Sectors(Check):
         self.load(access, lanes, offsets)
 
     def issue(self, effect: Effect) -> None:
-        """Count what threads copy themselves."""
+        """Count the sectors of `cp.async`, whose copies threads make themselves."""
         lanes, starts, sizes = effect.reads
         if effect.kind == "cp.async" and not effect.arrives:
             self.count(effect.instruction, lanes[sizes > 0], starts[sizes > 0], sizes[sizes > 0])
 
     def count(self, instruction: Instruction, lanes: Array, starts: Array, sizes: Array) -> None:
-        """Enter one execution by some warps; no access crosses a sector, as all are aligned."""
+        """Add the sectors of one execution by these warps to the counts; aligned accesses never cross a sector."""
         if not len(lanes):
             return
         accesses = self.machine.launch.global_accesses

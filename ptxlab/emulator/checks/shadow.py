@@ -16,7 +16,7 @@ UNITS = (16, 8, 4, 2, 1)  # bytes
 
 
 class Shadow:
-    """A number for each byte of memory, whose size is a multiple of 16."""
+    """A number for each byte of memory, whose size is a multiple of 16; stored in cells of 1 to 16 bytes."""
 
     def __init__(self, size: int) -> None:
         self.grain = UNITS[0]  # bytes of a cell, the smallest unit that anything has been set in
@@ -29,17 +29,17 @@ class Shadow:
         return self.cells.repeat(self.grain)
 
     def rows(self, unit: int) -> Array:
-        """Return the cells of each unit, which has one or several."""
+        """View the cells as [units, cells per unit]."""
         return self.cells.reshape(-1, unit // self.grain)
 
     def get(self, places: Array, unit: int) -> Array:
-        """Return the number of each unit, which is uniform. `places` are numbers of units."""
+        """Return the number of each unit, all of whose bytes must have the same; `places` are unit indices."""
         is_finer = unit < self.grain
         numbers: Array = self.cells[places // (self.grain // unit)] if is_finer else self.rows(unit)[places, 0]
         return numbers
 
     def put(self, places: Array, unit: int, values: Array | int) -> None:
-        """Set the number of each unit."""
+        """Set the number of all bytes of each unit; `places` are unit indices."""
         if unit < self.grain:
             self.refine(self.grain // unit)
             self.grain = unit
@@ -47,7 +47,7 @@ class Shadow:
         self.rows(unit)[places] = values[:, None] if isinstance(values, np.ndarray) else values
 
     def refine(self, parts: int) -> None:
-        """Split each cell into so many. Zeros that nobody writes cost no memory, however many there are."""
+        """Split each cell into `parts` cells; zeros that were never written take no memory."""
         count = 0 if self.is_blank else np.count_nonzero(self.cells)
         if count > self.cells.size // 8:
             self.cells = self.cells.repeat(parts)
@@ -58,7 +58,7 @@ class Shadow:
             self.cells.reshape(-1, parts)[places] = coarse_cells[places, None]
 
     def mark(self, offsets: Array, size: int, values: Array) -> None:
-        """Set the numbers of the bytes of accesses, each of `size` bytes, of which its place is a multiple."""
+        """Set the number of all bytes of each access; the accesses have `size` bytes and are aligned to them."""
         unit = min(size, UNITS[0])
         places, count = offsets // unit, size // unit
         if count > 1:
@@ -66,7 +66,7 @@ class Shadow:
         self.put(places, unit, values)
 
     def is_uniform(self, places: Array, unit: int) -> bool:
-        """Tell whether all bytes of each of these units carry the same."""
+        """Tell whether within each of these units all bytes have the same number."""
         if unit <= self.grain:
             return True
         rows = self.rows(unit)[places]
@@ -80,9 +80,9 @@ def repeat_byte(byte: int, size: int) -> int:
 
 
 def coarsest(grain: int, units: Callable[[int], Array], *shadows: Shadow) -> tuple[int, Array]:
-    """Find the largest unit within a grain that the shadows are uniform in, and the numbers of the units.
+    """Find the largest unit, up to `grain` bytes, within which all shadows are uniform, and the unit indices.
 
-    `units` makes these numbers for a unit.
+    `units` makes these indices for a unit.
     """
     for unit in UNITS[UNITS.index(grain) :]:
         if unit in (2, 8) and unit < grain:  # too small a gain to look for

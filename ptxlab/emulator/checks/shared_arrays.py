@@ -18,7 +18,7 @@ from ptxlab.emulator.front.types import Array
 
 
 class SharedArrays(Check):
-    """Accesses outside the array whose address they take."""
+    """Check for shared-memory accesses outside the array that their address is computed from."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)

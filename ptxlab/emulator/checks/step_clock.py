@@ -25,7 +25,7 @@ COLUMNS_PER_STEP = 2  # of wgmma m64nNk32, 8-bit: 4096 multiply-adds per clock a
 
 
 class StepClock(Check):
-    """Times of the warps of a wave, which its clock registers show."""
+    """Times of the warps of a wave in steps, waits included, which the clock registers return."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -39,11 +39,11 @@ class StepClock(Check):
         self.ends: dict[tuple[int, int], int] = {}  # serial of an effect, lane -> when it has ended
 
     def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Count a step for every instruction; where there is a guard, the guard counts it."""
+        """Wrap a handler to count a step; a guarded instruction is counted by `wrap_guarded`."""
         return handler if instruction.guard is not None else self.wrap_guarded(instruction, handler)
 
     def wrap_guarded(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Count a step for an instruction, whether it is carried out or not."""
+        """Wrap a guarded instruction to count a step, also where the guard is false."""
 
         def count_and_run(lanes: Lanes) -> Any:
             self.time[self.warps(lanes)] += 1
@@ -105,7 +105,7 @@ class StepClock(Check):
             self.ends[effect.serial, lane] = end_time
 
     def effect_complete(self, effect: Effect) -> None:
-        """Tell the mbarriers of copies when these have come."""
+        """Record at the mbarriers the time at which their copies have landed."""
         for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
             if place >= 0:
                 self.last_arrival[place] = max(self.last_arrival[place], self.ends[effect.serial, lane])

@@ -45,7 +45,7 @@ def join_clocks(a: Clock, b: Clock) -> Clock:
 
 
 def memoize_join() -> Callable[[Clock, Clock], Clock]:
-    """Build a `joined` that remembers its results: most of many rows have the same two clocks."""
+    """Build a `join_clocks` that caches its results by object, as most rows join the same two clocks."""
     cached_joins: dict[tuple[int, int], tuple[Clock, Clock, Clock]] = {}
 
     def join(a: Clock, b: Clock) -> Clock:
@@ -58,13 +58,13 @@ def memoize_join() -> Callable[[Clock, Clock], Clock]:
 
 
 def groups(keys: Array) -> list[Array]:
-    """Group the positions of equal keys, in their order."""
+    """Return for each distinct key, in ascending order, the array of its positions."""
     order = np.argsort(keys, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
 
 
 def by_clock(clocks: dict[int, Clock], lanes: Array) -> list[tuple[Clock, Array]]:
-    """Group the lanes that have a clock by that clock, the very same object."""
+    """Group the lanes that have a clock by the identity of that clock."""
     lanes_by_clock: dict[int, tuple[Clock, list[int]]] = {}
     for lane in lanes.tolist() if clocks else ():
         clock = clocks.get(lane)
@@ -74,7 +74,7 @@ def by_clock(clocks: dict[int, Clock], lanes: Array) -> list[tuple[Clock, Array]
 
 
 class Clocks:
-    """The knowledge of all lanes of a wave. Sets of lanes are sorted index arrays here."""
+    """Vector clocks of all lanes of a wave. Sets of lanes are sorted index arrays here."""
 
     def __init__(self, lanes: int, cluster: int, engines: bool, spaces: int = 0) -> None:
         """Begin with lanes that know nothing of each other.
@@ -95,7 +95,7 @@ class Clocks:
     # Questions
 
     def knows(self, lanes: Array, actors: Array, times: Array) -> Array:
-        """Tell for each lane whether it knows what that actor has done until then."""
+        """Tell for each lane whether it knows its actor's events up to the given time."""
         actor_lanes, rows = actors % self.lanes, self.row[lanes]
         columns = actor_lanes % self.size + actors // self.lanes * self.size
         known_times = self.rows[rows, columns]
@@ -111,7 +111,7 @@ class Clocks:
         return is_known
 
     def known_to_anyone(self, actors: Array) -> Array:
-        """Return the latest time until which any lane knows what each of these actors has done."""
+        """Return the latest time up to which any lane knows the events of each actor."""
         actor_lanes = actors % self.lanes
         columns, known_times = actor_lanes % self.size + actors // self.lanes * self.size, self.own_times[actors].copy()
         for group in groups(actor_lanes // self.size):
@@ -151,7 +151,7 @@ class Clocks:
         return clock
 
     def known_to(self, lanes: Array, shared: Clock | None = None, own_times: Array | None = None) -> Clock:
-        """Return what these lanes know, and have done themselves, together.
+        """Return the joined clock of these lanes, with their own events included.
 
         `shared`: what their rows said at the time, if not now.
         """
@@ -164,7 +164,7 @@ class Clocks:
         return clock
 
     def engines(self, lanes: Array, serial: int) -> Clock:
-        """Return the clock of those that know of the effect `serial` by these lanes' engines."""
+        """Return a clock that knows these lanes' engines up to the effect `serial`, and nothing else."""
         clock: Clock = {}
         for cluster, cluster_lanes in self.by_cluster(lanes):
             clock[cluster] = np.zeros(self.rows.shape[1], np.int32)
@@ -172,7 +172,7 @@ class Clocks:
         return clock
 
     def columns(self, lanes: Array) -> tuple[Array, Array]:
-        """Return the columns, in the rows of its cluster, of each lane's actors of every kind; and their numbers."""
+        """Return, for the actors of all kinds of these lanes, their columns in the cluster's rows and their indices."""
         if self.kinds == 1:
             return lanes % self.size, lanes
         kinds = np.arange(self.kinds)[:, None]
@@ -190,11 +190,11 @@ class Clocks:
     # Changes
 
     def tick(self, lanes: Array) -> None:
-        """Advance the lanes' own times: what they do from now on is not part of what they have made known."""
+        """Advance the lanes' own times, so that later events are not part of clocks released before."""
         self.own_times[lanes] += 1
 
     def wait(self, lanes: Array, serial: int, for_warp: bool) -> None:
-        """Record that lanes have waited for what they have asked for.
+        """Record that lanes know their own engines' effects up to `serial` to be done.
 
         A lane waits for its whole warp if that has asked as one (`for_warp`).
         """
@@ -206,7 +206,7 @@ class Clocks:
             self.rows[cells] = np.maximum(self.rows[cells], serial)
 
     def fence_proxy(self, lanes: Array, space: int) -> None:
-        """Make visible to the async proxy, in this space, what these lanes know and have done."""
+        """Make all events that these lanes know of visible to the async proxy in this space."""
         rows, first = self.isolate_rows(lanes), self.actor_kinds * (1 + space)
         visible_columns = slice(first * self.size, (first + self.actor_kinds) * self.size)
 
@@ -224,11 +224,11 @@ class Clocks:
             self.own_times[(first + kind) * self.lanes + lanes] = self.own_times[kind * self.lanes + lanes]
 
     def visible(self, actors: Array, space: int) -> Array:
-        """Return the actors that stand for what the async proxy sees of these, in this space."""
+        """Return the actors whose times say up to when the async proxy sees these actors' events in this space."""
         return actors + self.actor_kinds * (1 + space) * self.lanes
 
     def learn(self, lanes: Array, clock: Clock) -> None:
-        """Make a clock known to these lanes, and no others."""
+        """Join a clock into the clocks of these lanes."""
         join = memoize_join()
         for cluster, cluster_lanes in self.by_cluster(lanes):
             knows_other_clusters = len(clock) > (cluster in clock)
@@ -241,7 +241,7 @@ class Clocks:
                 self.other_clusters[row] = join(self.other_clusters.get(row, NOTHING), clock)
 
     def meet(self, lanes: Array) -> None:
-        """Make known to these lanes, in each warp, what any of them knows and has done."""
+        """Join the clocks of these lanes with each other, warp by warp, own events included."""
         warps = lanes // 32
         if len(self.isolate_rows(lanes)) > len(np.unique(warps)):
             join = memoize_join()
@@ -253,7 +253,7 @@ class Clocks:
         self.tick(lanes)
 
     def isolate_rows(self, lanes: Array) -> Array:
-        """Give these lanes rows that are theirs alone, and return the rows."""
+        """Give these lanes rows that no other lane shares, and return the rows."""
         rows, counts = np.unique(self.row[lanes], return_counts=True)
         if (counts == self.members[rows]).all():
             return rows
@@ -272,7 +272,7 @@ class Clocks:
         return np.unique(self.row[lanes])
 
     def unite(self, lanes: Array, join: Callable[[Clock, Clock], Clock]) -> None:
-        """Unite the rows of lanes of one warp, which have rows of their own, into one."""
+        """Merge the rows of these lanes of one warp, shared with no other lanes, into one."""
         row, *merged_rows = np.unique(self.row[lanes]).tolist()
         for merged_row in merged_rows:
             self.rows[row] = np.maximum(self.rows[row], self.rows[merged_row])
@@ -285,7 +285,7 @@ class Clocks:
         self.free_rows += merged_rows
 
     def new_row(self) -> int:
-        """Return a row that no lane has."""
+        """Return the index of an unused row; double the table if all are in use."""
         if not self.free_rows:
             count = len(self.rows)
             self.rows = np.concatenate((self.rows, np.zeros_like(self.rows)))

@@ -25,7 +25,7 @@ _MEMORY = ("ld", "ldu", "ldmatrix", "atom", "shfl", "tex")  # whose results are 
 
 
 class RegistersInUse(Check):
-    """Accesses to the registers of a running wgmma, and a wgmma that registers have not been fenced for."""
+    """Check for accesses to registers of a running wgmma, and for wgmma without a fence for its registers."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -38,7 +38,7 @@ class RegistersInUse(Check):
         self.fenced = np.zeros(machine.lanes, bool)
 
     def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
-        """Look at sources and destinations before; remember destinations after."""
+        """Wrap a handler to check its registers against running wgmmas, then record which were written."""
         if instruction.opcode.startswith("wgmma"):
             return handler
         pc = self.machine.index[id(instruction)]
@@ -67,11 +67,11 @@ class RegistersInUse(Check):
         return check_and_run
 
     def _is_busy(self, lanes: Lanes) -> Any:
-        """Tell which lanes have a wgmma under way: what follows it cannot be moved ahead of it."""
+        """Tell which lanes have a wgmma under way, ahead of which what follows cannot be moved."""
         return self.used[sorted(self.in_use)][:, lanes].any(axis=0) if self.in_use else False
 
     def _row(self, place: tuple[int, int]) -> Array:
-        """Return the writers of a register, given its width and index."""
+        """Return the row of last writers of a register, given its width and index."""
         width, index = place
         row: Array = self.written[width][index]
         return row
@@ -89,7 +89,7 @@ class RegistersInUse(Check):
             self.report(instruction, "async", lanes, is_used, message)
 
     def uses(self, effect: Effect, register: Register, flags: int) -> bool:
-        """Tell whether the effect is a wgmma that takes or gives the register."""
+        """Tell whether the effect is a wgmma that uses the register in one of the roles in `flags`."""
         if not isinstance(effect, WgmmaProducts):
             return False
         a_registers, d_registers = effect.decoded.a_registers, effect.decoded.d_registers
@@ -98,7 +98,7 @@ class RegistersInUse(Check):
         )
 
     def issue(self, effect: Effect) -> None:
-        """Check a wgmma against others, and for registers that it cannot see."""
+        """Check a wgmma's registers: no conflict with running wgmmas, and a fence since their last write."""
         if not isinstance(effect, WgmmaProducts):
             return
         lanes, instruction = indices_of(effect.all_lanes), effect.instruction
@@ -126,7 +126,7 @@ class RegistersInUse(Check):
             self.in_use.update(rows[:, 0].tolist())
 
     def effect_wait(self, effect: Effect, only_read: bool) -> None:
-        """Free the registers of a wgmma, but for those that others use."""
+        """Mark a wgmma's registers as free, except those that other wgmmas still use."""
         if isinstance(effect, WgmmaProducts):
             for rows in effect.decoded.rows:
                 self.used[rows, indices_of(effect.all_lanes)] = 0
@@ -136,7 +136,7 @@ class RegistersInUse(Check):
                     self.mark(pending_effect)
 
     def register_fence(self, lanes: Lanes) -> None:
-        """Record that wgmma can see what the registers hold now."""
+        """Record that wgmma sees all register writes of these lanes so far."""
         for place in self.since:
             self._row(place)[lanes] = 0
         if count_of(lanes) == self.machine.lanes:
@@ -145,7 +145,7 @@ class RegistersInUse(Check):
 
 
 class RegisterAccess(NamedTuple):
-    """Say what an instruction does to registers that some wgmma takes or gives, or that are copied to such.
+    """Accesses of an instruction to registers of wgmmas, or to registers that are copied to those.
 
     Attributes:
         reads, writes: registers of wgmmas.
@@ -192,7 +192,7 @@ def register_accesses(entry: Entry) -> dict[int, RegisterAccess]:
 
 @cache_on_subject
 def seen_by_wgmmas(entry: Entry) -> set[tuple[int, int]]:
-    """Return the registers of wgmmas, and those whose contents are copied to them, by width and index."""
+    """Return the registers of wgmmas and all that are copied to them, by width and index."""
     places, count = registers_of_wgmmas(entry), 0
     copies = [instruction for instruction in entry.instructions if instruction.head == "mov"]
     while count < len(places):
@@ -205,7 +205,7 @@ def seen_by_wgmmas(entry: Entry) -> set[tuple[int, int]]:
 
 @cache_on_subject
 def registers_of_wgmmas(entry: Entry) -> set[tuple[int, int]]:
-    """Return what wgmmas take or give, by width and index."""
+    """Return the registers of A and D of all wgmmas, by width (32 bits) and index."""
     multiplies = (i for i in entry.instructions if i.opcode.startswith("wgmma.mma_async"))
     places = (register.place for i in multiplies for register in (*i.destinations, *i.sources))
     return {(width, index) for width, index in places if width == 32}

@@ -27,7 +27,7 @@ Place = tuple[str, int]
 
 
 def is_syncthreads(instruction: Instruction) -> bool:
-    """Tell whether the compiler has made it of `__syncthreads()`, `__syncthreads_count()` or their like."""
+    """Tell whether an instruction was compiled from `__syncthreads()` or one of its variants."""
     if instruction.head != "bar" or not instruction.is_compiled or "warp" in instruction.opcode:
         return False
     numbers = [operand for operand in instruction.operands if isinstance(operand, Immediate)]
@@ -59,7 +59,7 @@ def may_return(entry: Entry, instruction: Instruction) -> bool:
 
 
 def leaves(path: str, first: int, last: int) -> bool:
-    """Tell whether lines of a source have a `return` or its like, also in a macro; yes, if it cannot be read."""
+    """Tell whether source lines have a `return`, `exit` or `goto`, also by a macro; True if they cannot be read."""
     text = read_code(Path(path))
     if text is None:
         return True
@@ -87,7 +87,7 @@ def leaving_macros(path: Path, seen: set[Path]) -> list[str]:
 
 
 class WholeBlocks(Check):
-    """Blocks that are not whole where CUDA C++ wants them to be. It looks when `Divergence` has."""
+    """Check for `__syncthreads()` that not all threads of a block reach; runs after `Divergence`."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -95,12 +95,12 @@ class WholeBlocks(Check):
         self.excused: dict[int, bool] = {}  # by instruction index: whether threads may have returned ahead of it
 
     def arrive(self, instruction: Instruction, barrier: tuple[int, int], lanes: Lanes) -> None:
-        """Remember threads that come to `__syncthreads()`."""
+        """Record threads that arrive at a `__syncthreads()`."""
         if is_syncthreads(instruction):
             self.present.setdefault(barrier, []).append((instruction, lanes))
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
-        """Judge a barrier at which all have come that PTX waits for."""
+        """Check a completed barrier: did all threads of the block come to the same `__syncthreads()`?"""
         arrivals = self.present.pop(barrier, [])
         if not arrivals or self.is_divergent(arrivals):
             return
@@ -114,12 +114,12 @@ class WholeBlocks(Check):
             self.report_missing(first, first_lanes, "has gone past it, to the end", gone_lanes)
 
     def is_divergent(self, arrivals: list[tuple[Instruction, Lanes]]) -> bool:
-        """Tell whether warps that are not whole have been reported there: that breaks both rules."""
+        """Tell whether one of these instructions was already reported as divergent within a warp."""
         places = {("divergence", instruction.path, instruction.line) for instruction, _ in arrivals}
         return any(key[:3] in places for key in self.machine.launch.findings.by_key)
 
     def is_excused(self, instruction: Instruction) -> bool:
-        """Tell whether threads may have returned ahead of an instruction."""
+        """Tell whether threads may have returned ahead of an instruction, which allows their absence."""
         index = self.machine.index[id(instruction)]
         if index not in self.excused:
             self.excused[index] = may_return(self.machine.launch.entry, instruction)

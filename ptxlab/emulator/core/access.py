@@ -29,7 +29,7 @@ class MemoryAccess:
 
     @cached_property
     def size(self) -> int:
-        """Bytes that a lane touches."""
+        """Bytes that each lane accesses."""
         return bits_of(self.type) // 8 * self.count
 
 

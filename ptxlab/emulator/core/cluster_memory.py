@@ -44,11 +44,11 @@ class ClusterMemory:
     # Addresses
 
     def is_far(self, addresses: Array) -> bool:
-        """Tell whether any of the addresses names a block by its rank."""
+        """Tell whether any address lies in the cluster window, where the high bits name a block's rank."""
         return len(addresses) > 0 and int(addresses.max()) > _WITHIN
 
     def explain_address(self, address: int) -> str:
-        """Say what an address beyond the block's own shared memory is, if `mapa` has made it of a block's."""
+        """Explain an address that `mapa` made but is used as one in the block's own window; "" for others."""
         rank = (address >> _RANK) - 1
         if not 0 <= rank < self.size:
             return ""
@@ -56,7 +56,7 @@ class ClusterMemory:
         return f": it is the address of byte {byte} in block {rank} of the cluster, which takes .shared::cluster"
 
     def resolve(self, instruction: Instruction, lanes: Lanes, addresses: Array) -> tuple[Array, Array]:
-        """Resolve addresses in the window of the cluster to (block, address in its own view)."""
+        """Resolve addresses in the cluster window to (block, address in that block's own window)."""
         ranks = addresses >> _RANK
         self.check_ranks(instruction, lanes, ranks - 1)
         blocks = np.where(ranks == 0, self.block[lanes], self.first_block(lanes) + ranks - 1)

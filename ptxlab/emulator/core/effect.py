@@ -1,4 +1,4 @@
-"""What an instruction may ask for that goes on while its threads do."""
+"""Asynchronous effects: work that an instruction starts and that goes on beside its threads."""
 
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -57,13 +57,13 @@ class Effect:
         return NONE, NONE, NONE
 
     def read_units(self, unit: int) -> Array:
-        """List the numbers of the `unit`-byte units that the effect reads, kept because every check asks for them."""
+        """List the numbers of the `unit`-byte units that the effect reads; cached, as every check asks for them."""
         if (unit, False) not in self.units:
             self.units[unit, False] = spans(*self.reads[1:], unit)
         return self.units[unit, False]
 
     def written_units(self, unit: int) -> Array:
-        """List the numbers of the `unit`-byte units that the effect writes, kept as those that it reads."""
+        """List the numbers of the `unit`-byte units that the effect writes; cached like `read_units`."""
         if (unit, True) not in self.units:
             self.units[unit, True] = spans(*self.writes[1:], unit)
         return self.units[unit, True]
@@ -78,7 +78,7 @@ class Effect:
 
     @property
     def adds_to(self) -> list[tuple[Register, Array]]:
-        """Destination registers that it reads too, each with the lanes."""
+        """Destination registers that the effect also reads, each with its lanes."""
         return []
 
     @property

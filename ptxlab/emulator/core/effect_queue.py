@@ -22,7 +22,7 @@ UNGROUPED = 1 << 62  # group of what tells an mbarrier: no wait_group waits for 
 
 
 class Notified(Protocol):
-    """An mbarrier, as far as effects know it."""
+    """The part of an mbarrier that effects use."""
 
     @property
     def phase(self) -> int:
@@ -33,7 +33,7 @@ class Notified(Protocol):
         """Lanes that are parked at it."""
 
     def expect(self, size: int) -> None:
-        """Count bytes that are to come; negative: that have come."""
+        """Add bytes that are expected; a negative size counts bytes that have landed."""
 
     def arrive(self, count: int) -> None:
         """Count arrivals."""
@@ -55,7 +55,7 @@ class EffectQueue(Unit):
     # Issue
 
     def issue(self, effect: Effect) -> None:
-        """Put an effect that lanes ask for into the queue."""
+        """Put an effect into the queue; except in mode "late", land it at once."""
         self.serial += 1
         effect.serial, effect.phase = self.serial, np.full(len(effect.lanes), -1)
         effect.group = np.where(effect.barrier < 0, self.committed[effect.kind][effect.lanes], UNGROUPED)
@@ -66,7 +66,7 @@ class EffectQueue(Unit):
             self.land(effect)
 
     def arrive(self, effect: Effect) -> None:
-        """Have an mbarrier hear when all cp.async of the lanes so far have landed: cp.async.mbarrier.arrive."""
+        """Attach the lanes' earlier cp.async to an mbarrier and queue its arrival: cp.async.mbarrier.arrive."""
         place = np.full(self.machine.lanes, -1)
         place[effect.lanes] = effect.barrier
         for earlier_effect in self.queue:
@@ -80,7 +80,7 @@ class EffectQueue(Unit):
         self.issue(effect)
 
     def commit(self, kind: str, lanes: Lanes) -> None:
-        """Make a group of what the lanes have issued since their last commit."""
+        """Commit the effects that the lanes have issued since their last commit as a group."""
         self.committed[kind][lanes] += 1
 
     # Waiting
@@ -102,7 +102,7 @@ class EffectQueue(Unit):
             self.queue += effects
 
     def observe(self, place: int) -> None:
-        """Settle what an mbarrier has heard of in its last phase, which lanes have seen complete."""
+        """Remove effects that landed in phases of this mbarrier that are complete, now that lanes have seen it."""
         phase = self.mbarriers[place].phase
         for effect in self.extract([(effect.barrier == place) & (effect.phase < phase) if effect.landed else None
                                     for effect in self.queue]):  # fmt: skip
@@ -116,7 +116,7 @@ class EffectQueue(Unit):
         return np.array([-1 if barrier is None else barrier.phase for barrier in barriers])[index]
 
     def extract(self, masks: Iterable[Array | None]) -> list[Effect]:
-        """Take entries out of the queue; in an order drawn from the seed."""
+        """Remove the entries in each effect's mask (None: no entry) and return them; in mode "late" shuffled."""
         taken_effects, remaining_effects = [], []
         for effect, mask in zip(self.queue, masks, strict=True):
             chosen, not_chosen = effect.split(mask) if mask is not None else (None, effect)
@@ -128,7 +128,7 @@ class EffectQueue(Unit):
     # Landing
 
     def advance(self, only_awaited: bool = False) -> bool:
-        """Land something: what a lane waits for at an mbarrier or, unless `only_awaited`, anything. False: nothing."""
+        """Land one effect, first those awaited at an mbarrier (`only_awaited`: only those); False if there is none."""
         effects_in_flight = [effect for effect in self.queue if not effect.landed]
         if not effects_in_flight:
             return False
@@ -155,7 +155,7 @@ class EffectQueue(Unit):
         return chosen
 
     def land(self, effect: Effect) -> None:
-        """Write the results and tell the mbarriers."""
+        """Write an effect's results, notify its mbarriers, and mark it as landed."""
         # a copy of the list, as splitting an effect changes the queue
         for earlier_effect in list(self.queue) if effect.in_order else ():
             if (

@@ -16,7 +16,7 @@ WHILE = 1 << 14  # steps that a look takes
 
 
 class LivelockDetector:
-    """Watches a wave. `look` is called whenever so many steps as `due` have been taken."""
+    """Detects that a wave repeats a state: the scheduler asks `has_repeated` from step `due` of the launch on."""
 
     def __init__(self, wave: Wave, ready: dict[int, Lanes], state: Callable[[], object], turns: int) -> None:
         """Watch the scheduler's `ready` and `state`.
@@ -44,7 +44,7 @@ class LivelockDetector:
         return False
 
     def is_like_sample(self, last: int) -> bool:
-        """Tell whether the wave looks as it did when the sample was taken.
+        """Tell whether the cheap part of the wave's state equals that of the sample.
 
         It does if lanes stand at the same instructions and the first lane at each has the same registers.
         """

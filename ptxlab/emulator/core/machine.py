@@ -42,7 +42,7 @@ ANY_OTHER = ""  # the name that a binder of all other opcodes is entered with
 
 
 def binder(*names: str) -> Callable[[Binder], Binder]:
-    """Enter a function (machine, instruction, its index) -> handler for opcodes that begin with these names.
+    """Decorate a function (machine, instruction, index) -> handler that binds opcodes of these names.
 
     A name is the first word of an opcode, or the first two where these are to be told apart.
     """
@@ -74,14 +74,14 @@ class Unit:
         yield from ()
 
     def recheck(self) -> None:
-        """Release the parked lanes that wait for no others, now that some lanes have ended."""
+        """Release parked lanes that waited only for lanes that have now ended."""
 
     def advance(self, only_awaited: bool = False) -> bool:
-        """Do something that has been asked for, if need be only what lanes wait for; False if there is nothing."""
+        """Complete one pending effect (`only_awaited`: one that lanes wait for); False if there is none."""
         return False
 
     def answer_not_yet(self) -> bool:
-        """Tell lanes that wait that it is not yet; False if none does, or if that has been in vain for long."""
+        """Let polling waits return "not yet"; False if no lane waits or too many such answers changed nothing."""
         return False
 
     def state(self) -> object:
@@ -96,7 +96,7 @@ AnyUnit = TypeVar("AnyUnit", bound=Unit)
 
 
 class Machine(Wave):
-    """A wave that runs."""
+    """A wave with the scheduler that runs its lanes."""
 
     def __init__(self, launch: LaunchState, blocks: Array) -> None:
         super().__init__(launch, blocks)
@@ -135,7 +135,7 @@ class Machine(Wave):
 
     @cached_property
     def targets(self) -> frozenset[int]:
-        """Instructions that somebody may branch to, or that a debugger may stop at."""
+        """Indices of instructions that a branch may go to, or that a debugger may stop at."""
         return self.launch.entry.targets
 
     def bind(self, instruction: Instruction, pc: int) -> Handler:
@@ -201,19 +201,19 @@ class Machine(Wave):
     # Scheduling
 
     def release_held(self) -> bool:
-        """Let lanes go on that were held back; False if there are none."""
+        """Make the lanes ready whose strong stores were held back; False if there are none."""
         held_stores, self.held_stores = self.held_stores, []
         for pc, lanes in held_stores:
             self.make_ready(pc, lanes)
         return bool(held_stores)
 
     def make_ready(self, pc: int, lanes: Lanes) -> None:
-        """Let lanes go on at an instruction, together with those that are there already."""
+        """Schedule lanes at an instruction, merged with the lanes that are ready there."""
         ready_lanes = self.ready.get(pc)
         self.ready[pc] = lanes if ready_lanes is None else merge(ready_lanes, lanes)
 
     def end(self, lanes: Lanes) -> None:
-        """End lanes, which leave the kernel, and have those that wait for them look again."""
+        """End lanes that leave the kernel, and recheck everything that waits for them."""
         self.alive[lanes] = False
         self.living -= count_of(lanes)
         for watcher in self.watchers:
@@ -226,7 +226,7 @@ class Machine(Wave):
             unit.recheck()
 
     def run(self) -> None:
-        """Bind the code; run all lanes, and what they have asked for, to their end; raises what they run into."""
+        """Bind the code, then run all lanes and their pending effects to the end; raise what they run into."""
         self.handlers = [self.bind(instruction, pc) for pc, instruction in enumerate(self.code)]
         self.run_ready()
         # nobody can run: something lands, else held stores are done, and only then do waiters hear "not yet"
@@ -276,11 +276,11 @@ class Machine(Wave):
                 raise EmulationError(f"still running after {limit} steps: {running_text}; max_steps allows more")
 
     def advance(self, only_awaited: bool = False) -> bool:
-        """Have a unit do something; False if there is nothing to do."""
+        """Complete one pending effect of some unit; False if there is none."""
         return any(unit.advance(only_awaited) for unit in self.units.values())
 
     def answer_not_yet(self) -> bool:
-        """Tell lanes that wait for a unit "not yet"; False if none does, or if that has been in vain for long."""
+        """Let a unit's polling waits return "not yet"; False if no unit has any, or if it changed nothing for long."""
         return any(unit.answer_not_yet() for unit in self.units.values())
 
     def name_running(self, ready: dict[int, Lanes]) -> list[str]:
@@ -291,7 +291,7 @@ class Machine(Wave):
         return places[:MOST_PLACES] + remainder
 
     def deadlock(self) -> NoReturn:
-        """Raise: everybody waits, or spins on what nobody will change; with every waiter's line."""
+        """Raise Deadlock with the source line of all lanes that wait or spin."""
         waiting_groups = [
             Parked(pc, lanes, "the rest of its warp") for m in self.meetings.values() for pc, lanes, _ in m
         ]

@@ -36,7 +36,7 @@ class Region:
     variables: Sequence[Variable] = ()  # those that lie in it, in order
 
     def place(self, offset: int) -> str:
-        """Name a byte of the region in words."""
+        """Name the byte at an offset of the region: `byte 12 of s (tile + 4)`."""
         for variable in reversed(self.variables):
             if variable.offset <= offset and (offset < variable.offset + variable.size or not variable.size):
                 return (
@@ -80,12 +80,12 @@ class Memory:
         return self.regions[index] if index >= 0 else None
 
     def touched_region(self, offsets: Array, end: int) -> Region | None:
-        """Return the one region that holds all accesses at `offsets`, the last of which ends at `end`; or None."""
+        """Return the region that holds all bytes from the least of `offsets` to `end`; None if no region does."""
         region = self.region_of(int(np.minimum.reduce(offsets)))
         return region if region and end <= region.end else None
 
     def touch_each(self, offsets: Array, size: int | Array) -> tuple[Array, list[Region]]:
-        """Find which of the accesses to several regions lie outside (bool per access), and the regions of the rest."""
+        """Return which accesses do not lie wholly in one region (bool each), and the regions of the others."""
         index = np.searchsorted(self.starts_array, offsets, "right") - 1
         is_outside = (index < 0) | (offsets + size > self.ends_array[index])
         return is_outside, [self.regions[i] for i in np.unique(index[~is_outside])]

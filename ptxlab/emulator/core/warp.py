@@ -44,7 +44,7 @@ def bind_collective(machine: Machine, pc: int, mask: ir.Operand | None, apply: A
 
 
 def meet(machine: Machine, key: Hashable, pc: int, lanes: Lanes, masks: Array) -> dict[int, Lanes]:
-    """Take lanes to a meeting of the lanes in their masks (u32 [lanes]); all that have not ended have to come.
+    """Park lanes until all living lanes of their masks (u32 [lanes]) have arrived at the meeting `key`.
 
     Returns where whole groups are now complete: instruction index -> lanes. The others are parked.
     """

@@ -1,4 +1,4 @@
-"""What a machine tells those who look on: every access and every synchronisation.
+"""The hooks of observers: a machine calls them at every access and every synchronisation.
 
 `wrap_handler` may wrap an instruction when it is bound. A launch without checks has no watchers.
 """
@@ -11,7 +11,7 @@ from ptxlab.emulator.front.types import Array
 
 
 class Watcher:
-    """Sees nothing; the others override what they look at."""
+    """Base of observers of a machine: every hook does nothing until a subclass overrides it."""
 
     def wrap_handler(self, instruction: Instruction, handler: Handler) -> Handler:
         """Wrap a handler when the instruction is bound."""

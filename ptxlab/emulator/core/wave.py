@@ -69,7 +69,7 @@ class LaunchState:
             self.output.append(text[:free_characters])
 
     def wait_for_predecessors(self) -> None:
-        """Put into memory what the kernels before this one have written: they have ended."""
+        """Copy the earlier kernels' writes into memory, as griddepcontrol.wait makes them visible."""
         self.has_waited = True
         while self.at_wait:
             start, written_bytes = self.at_wait.pop()
@@ -92,7 +92,7 @@ class LaunchState:
 
     @property
     def local_pitch(self) -> int:
-        """Bytes of a lane's local window, and its distance to the next lane's."""
+        """Bytes from one lane's local window to the next: the window's size."""
         return ceil_div(self.entry.local_bytes, 16) * 16
 
     def is_shared(self, offsets: Array) -> Array:

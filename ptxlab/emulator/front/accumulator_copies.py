@@ -1,4 +1,4 @@
-"""Copies of a wgmma's accumulators ahead of the wait for them.
+"""Copies of a wgmma's accumulators that stand before the wait for the wgmma: moved behind it, as ptxas does.
 
 A compiler may put a `mov` of an accumulator, also one that packs or unpacks halves, between `wgmma.commit_group` and
 `wgmma.wait_group`. ptxas makes no instruction of it: it renames registers, and what the copy holds is read behind the
@@ -16,7 +16,7 @@ Place = tuple[int, int]
 
 @dataclass
 class Copy:
-    """A copy of accumulators that may still be written."""
+    """A `mov` of accumulators that a running wgmma may still write."""
 
     index: int  # of the instruction
     sources: set[Place]
@@ -25,7 +25,7 @@ class Copy:
 
 
 def move_behind_waits(entry: Entry) -> None:
-    """Put copies of accumulators behind the wait for these."""
+    """Move copies of accumulators behind the wait for their wgmma."""
     if not entry.uses("wgmma.mma_async"):
         return
     code, copies_by_wait = entry.instructions, dict[int, list[int]]()
@@ -40,7 +40,7 @@ def move_behind_waits(entry: Entry) -> None:
 
 
 def _movable(code: list[Instruction], targets: frozenset[int]) -> list[Copy]:
-    """List the copies that nothing hinders, in the order of the code."""
+    """List the copies that can be moved, in the order of the code."""
     movable_copies: list[Copy] = []
     open_copies: list[Copy] = []
     commits: dict[Place, int] = {}  # of accumulators under way, and copies of these: commits since their wgmma
@@ -80,5 +80,5 @@ def _movable(code: list[Instruction], targets: frozenset[int]) -> list[Copy]:
 
 
 def _places(registers_: list[Register]) -> set[Place]:
-    """Return where registers lie."""
+    """Return the places of registers: width and row."""
     return {register.place for register in registers_}

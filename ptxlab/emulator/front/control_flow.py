@@ -23,7 +23,7 @@ def is_aligned(instruction: Instruction) -> bool:
 
 @dataclass(frozen=True)
 class Flow:
-    """Facts about a kernel's control flow that are worth following; all by instruction indices.
+    """Facts about a kernel's control flow that the check "divergence" follows, by instruction index.
 
     aligned: the first `.aligned` instruction of each block (what follows in the block is executed by the same lanes),
         and all that have a guard.
@@ -61,7 +61,7 @@ class ControlFlowGraph:
                 self.predecessors[successor].add(block)
 
     def find_reachable(self, starts: Iterable[int], without: Collection[int] = (), backwards: bool = False) -> set[int]:
-        """Find the blocks on the ways from these, themselves among them, that do not lead through the others."""
+        """Find the blocks reachable from `starts`, these included, on paths that avoid `without`."""
         to_visit = [start for start in starts if start not in without]
         reachable_blocks = set(to_visit)
         while to_visit:
@@ -117,7 +117,7 @@ def loop(graph: ControlFlowGraph, block: int, start: int) -> set[int]:
 
 
 def leaves(graph: ControlFlowGraph, code: list[Instruction], block: int, start: int) -> bool:
-    """Tell whether nothing on this way out is common to all ways from the block to the end; a mere `ret` may be."""
+    """Tell whether `block` can reach the end around each block reachable from `start`, bare `ret` and `bra` apart."""
     for common in graph.find_reachable([start]) - {END}:
         instructions = code[graph.first[common] : graph.last[common] + 1]
         is_bare = all(i.head in (*_LEAVES, "bra") and i.guard is None for i in instructions)

@@ -85,14 +85,14 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that a call names and the module has no body of: it is the driver's, or nobody's."""
+    """A called function without a body in the module: the driver provides it, or nobody does."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """`_`: a destination that nobody reads."""
+    """`_`: a destination whose value is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Instruction:
 
     @cached_property
     def destinations(self) -> list[Register]:
-        """Registers that it writes."""
+        """Registers that the instruction writes."""
         reads_only = self.head in _NO_DESTINATION or (self.head in ("bar", "barrier") and ".red" not in self.opcode)
         if reads_only or isinstance((*self.operands, None)[0], Address):  # st, stmatrix, cp.async, mbarrier.init ...
             return []
@@ -140,7 +140,7 @@ class Instruction:
 
     @cached_property
     def sources(self) -> list[Register]:
-        """Registers that it reads, the guard apart; those of addresses among them."""
+        """Registers that the instruction reads: those of its addresses too, but not the guard."""
         return registers(self.operands[1:] if self.destinations else self.operands)
 
     @property
@@ -175,12 +175,12 @@ class Entry:
 
     @cached_property
     def opcodes(self) -> frozenset[str]:
-        """The opcodes of all instructions; asked for by every launch, but not before the parser is done."""
+        """The set of all opcodes; cached, so only to be read once parsing is complete."""
         return frozenset(instruction.opcode for instruction in self.instructions)
 
     @cached_property
     def targets(self) -> frozenset[int]:
-        """Instructions that somebody may branch to."""
+        """Indices of the instructions that a branch may go to."""
         return frozenset(label.index for instruction in self.instructions for label in labels(instruction.operands))
 
     def uses(self, *beginnings: str) -> bool:
@@ -189,12 +189,12 @@ class Entry:
 
     @property
     def is_asynchronous(self) -> bool:
-        """True if the kernel asks for anything that goes on while its threads do."""
+        """True if the kernel has asynchronous instructions: copies, wgmma, st.async and the like."""
         return self.uses("cp.async", "wgmma", "st.async", "red.async")
 
     @property
     def uses_async_proxy(self) -> bool:
-        """True if the copy engine or the tensor cores do work of the kernel on their own; cp.async is no such work."""
+        """True if the kernel has work of the async proxy (copy engine, wgmma); cp.async is not."""
         return self.uses("cp.async.bulk", "wgmma", "st.async", "red.async")
 
     @property
@@ -220,7 +220,7 @@ _NO_DESTINATION = frozenset({"bra", "brx", "ret", "exit", "trap", "nanosleep", "
 
 
 def cache_on_subject(function: Callable[[Subject], Answer]) -> Callable[[Subject], Answer]:
-    """Keep the answer of a function of an instruction or kernel with its subject, as every launch asks again.
+    """Decorate a function of an instruction or kernel to cache its result on that object.
 
     It may be asked once the parser is done with its subject, which nobody changes from then on.
     """

@@ -20,14 +20,14 @@ class Opcode:
         self.name, *self.modifiers = text.split(".")
 
     def flag(self, name: str) -> bool:
-        """Take a modifier if the opcode has it, and tell whether it has."""
+        """Consume a modifier; False if the opcode does not have it."""
         if name not in self.modifiers:
             return False
         self.modifiers.remove(name)
         return True
 
     def choice(self, *names: str, default: str | None = None) -> str:
-        """Take the one of the names that is a modifier, else the default; without either the opcode is unknown."""
+        """Consume and return the one of `names` that the opcode has, or `default`; raise UnknownOpcode for neither."""
         for modifier in self.modifiers:
             if modifier in names:
                 self.modifiers.remove(modifier)
@@ -37,7 +37,7 @@ class Opcode:
         return default
 
     def type(self, *allowed: str) -> str:
-        """Take the first type among the modifiers that are left; `allowed` names the types that the operation has."""
+        """Consume and return the first type among the modifiers, which must be one of `allowed`."""
         type_name = self.choice(*DTYPES)
         if allowed and type_name not in allowed:
             raise UnknownOpcode(self.text)

@@ -16,7 +16,7 @@ _WIDE_SPECIALS = ("%clock64", "%globaltimer", "%gridid")  # the only ones of 64 
 
 @cache
 def agrees(register: str, expected: str) -> bool:
-    """Tell whether a register of one type may stand where an instruction takes another, their widths apart.
+    """Tell whether a register's type fits an operand's expected type; widths are not compared.
 
     This follows ptxas. Untyped bits agree with everything, integers with integers; a float with itself. A pair is 32
     untyped bits, except to a single float. Predicates are told by their width.
@@ -46,7 +46,7 @@ def require_kinds(operands: Iterable[Operand], types: Iterable[str]) -> None:
 
 
 def check_operands(instruction: Instruction) -> None:
-    """Raise ValueError for constants out of range, and for what has to be a constant and is not.
+    """Raise ValueError for constants out of range, and for operands that have to be constants and are not.
 
     A special register is refused, too, except by cvt.
     """

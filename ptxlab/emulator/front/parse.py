@@ -52,7 +52,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Unresolved:
-    """A name that may be a label further down."""
+    """A name not declared so far: perhaps a label that follows."""
 
     name: str
 
@@ -268,7 +268,7 @@ class _Parser(Cursor):
         self.inlined[file, line, column] = self.frames
 
     def move_to(self, source: str) -> None:
-        """Give all instructions the place that they came from, by `.loc`; the source is called as it was named."""
+        """Give all instructions their `.loc` source lines; `source` is the path that messages name."""
         paths = {n: source if names_same_file(p, source) else p for n, p in self.files.items()}
         places: list[tuple[str, int]] = []
         is_cpp = not source.endswith(".py")
@@ -394,7 +394,7 @@ class _Parser(Cursor):
         return ir.Symbol(variable, self.offset())
 
     def registers(self) -> None:
-        """Read what follows `.reg`: `.b32 %r<10>, %a;`."""
+        """Read the register declarations after `.reg`: `.b32 %r<10>, %a;`."""
         type_name = self.word("a type")[1:]
         if type_name not in DTYPES:
             refusal = f"registers of type .{type_name} are not emulated"
@@ -474,7 +474,7 @@ class _Parser(Cursor):
         return self.constant(SUM, left=0).bits if self.token in ("+", "-") else 0
 
     def address(self) -> ir.Address:
-        """Read what follows `[`: `%rd+4]`, `variable+4]`, `%rd, {%x, %y}]`."""
+        """Read an address after its `[`: `%rd+4]`, `variable+4]`, `%rd, {%x, %y}]`."""
         base = self.operand() if self.kinds[self.position] == "word" else ir.Immediate(self.integer())
         if isinstance(base, ir.Symbol):
             base, offset = replace(base, offset=0), base.offset
@@ -492,7 +492,7 @@ class _Parser(Cursor):
         return ir.Address(base, offset, coordinates)
 
     def resolve_name(self, name: str) -> Operand:
-        """Return the operand that a name stands for; one that is not known yet may be a label."""
+        """Return the operand that a name stands for; `Unresolved` for a name that may be a later label."""
         if name == "_":
             return ir.Sink()
         definition = self.look_up(name)

@@ -1,4 +1,4 @@
-"""What a kernel of PTX reads and writes through each of its pointers: numbers of which kind, how wide.
+"""Accesses of a PTX kernel through each pointer parameter: kind and width of the elements.
 
 A pointer is followed from `ld.param` through moves and integer arithmetic, whatever way the code branches. Where one is
 stored, handed on, or mixed with another, nothing is claimed about either.
@@ -69,7 +69,7 @@ def accesses_of(entry: Entry) -> dict[str, frozenset[PointerAccess]]:
 
 
 def pointers_of(entry: Entry) -> set[str]:
-    """Find the parameters that are pointers for sure: some access has its address from them, and from no other."""
+    """Find the parameters that are certainly pointers: some access has its address from that one alone."""
     pointers = _pointers(entry)
     origins = (_origins(instruction, pointers) for instruction in entry.instructions)
     return {name for origin in origins if len(origin) == 1 for name in origin}
@@ -100,7 +100,7 @@ def _pointers(entry: Entry) -> dict[Register, set[str]]:
 
 
 def _follow_arithmetic(entry: Entry, origins: dict[Register, set[str]]) -> None:
-    """Add to the origins of registers those of what moves and integer arithmetic make them of."""
+    """Propagate origins through moves and integer arithmetic, in place, until nothing changes."""
     arithmetic_instructions = [instruction for instruction in entry.instructions if instruction.head in _ARITHMETIC]
     steps = [
         (register, instruction.sources)
@@ -185,7 +185,7 @@ class _Meanings:
                 self.types[register].add(last if head in ("cvt", "set", "slct") else first)
 
     def access(self, instruction: Instruction) -> PointerAccess | None:
-        """Return what a load, a store or an atomic moves; None where its bits may be anything."""
+        """Return the element kind and width of a load, store or atomic; None where its bits may be anything."""
         _, *modifiers = instruction.opcode.split(".")
         types = [m for m in modifiers if m in DTYPES]
         if not types or ".param" in instruction.opcode:

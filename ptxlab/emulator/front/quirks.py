@@ -28,7 +28,7 @@ _ENDS = ("wgmma.fence", "wgmma.wait_group")  # up to here ptxas takes one wgmma 
 
 @dataclass(frozen=True)
 class Note:
-    """A line with a quirk's form."""
+    """A line that has the form of a quirk."""
 
     quirk: str
     path: str
@@ -62,14 +62,14 @@ def notes_of(entry: Entry) -> tuple[Note, ...]:
 
 
 def _makers(entry: Entry) -> Makers:
-    """Find the instruction that writes a register, where that is a single one."""
+    """Map each register that a single instruction writes to that instruction."""
     written_registers = [(r.place, instruction) for instruction in entry.instructions for r in instruction.destinations]
     times = Counter(key for key, _ in written_registers)
     return {key: instruction for key, instruction in written_registers if times[key] == 1}
 
 
 def _repetitions(entry: Entry) -> set[int]:
-    """Find every wgmma that ptxas takes for an earlier one of the same code without branches."""
+    """Find each wgmma that ptxas merges with an equal earlier one in the same code without branches."""
     candidates: list[Instruction] = []
     repetitions = set()
     for i, instruction in enumerate(entry.instructions):
@@ -91,7 +91,7 @@ def _repetitions(entry: Entry) -> set[int]:
 
 
 def _has(form: quirks.Form, instruction: Instruction, makers: Makers) -> bool:
-    """Tell whether an instruction has the form, what stands ahead of it apart."""
+    """Tell whether an instruction, with the makers of its sources, has the form; `form.again` is not looked at."""
     operands = instruction.operands
     constants = [_constant(operand, makers) for operand in operands]
     parts = [operand.selector.removeprefix("-") if isinstance(operand, Register) else "" for operand in operands]
@@ -129,7 +129,7 @@ def _without_place(instruction: Instruction) -> tuple[object, ...]:
 
 
 def _constant(operand: object, makers: Makers) -> int | None:
-    """Find the number that an operand always is."""
+    """Return the number that an operand holds, itself or by a lone unguarded `mov`; None if neither tells."""
     if isinstance(operand, Register) and (maker := makers.get(operand.place)) and maker.head == "mov":
         operand = maker.operands[1] if maker.guard is None else operand
     return operand.bits if isinstance(operand, Immediate) else None

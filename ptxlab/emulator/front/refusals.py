@@ -33,7 +33,7 @@ FLOAT_CONSTANTS = "arithmetic on floating-point constants is not emulated"
 
 
 def reason_for(called: str) -> str | None:
-    """Say why an instruction is refused, by its opcode or the text of a call."""
+    """Return why the emulator refuses an instruction, given its opcode or the text of a call."""
     return next((reason for pattern, reason in INSTRUCTIONS.items() if re.match(pattern, called)), None)
 
 

@@ -95,32 +95,32 @@ class Cursor:
         return self.texts[self.position]
 
     def take(self) -> str:
-        """Pass the next token and return its text."""
+        """Consume the next token and return its text."""
         if self.kinds[self.position] == "end":
             self.fail("unexpected end of file")
         self.position += 1
         return self.texts[self.position - 1]
 
     def accept(self, text: str) -> bool:
-        """Pass the next token if it is this one."""
+        """Consume the next token if it is `text`; return whether it was."""
         if self.texts[self.position] != text:
             return False
         self.position += 1
         return True
 
     def expect(self, text: str) -> None:
-        """Pass the next token, which has to be this one."""
+        """Consume the next token; raise SourceError unless it is `text`."""
         if not self.accept(text):
             self.fail(f"expected {text!r} before {self.token!r}")
 
     def word(self, expected: str) -> str:
-        """Pass a name; `expected` is what it would stand for."""
+        """Consume a name; `expected` says in the error what it should have been."""
         if self.kinds[self.position] != "word":
             self.fail(f"expected {expected}, found {self.token!r}")
         return self.take()
 
     def integer(self) -> int:
-        """Pass an integer, perhaps negative."""
+        """Consume an integer, which may be negative."""
         sign = -1 if self.accept("-") else 1
         number = self.number()
         if number.float_bits:
@@ -128,7 +128,7 @@ class Cursor:
         return sign * number.bits
 
     def number(self) -> Immediate:
-        """Pass an unsigned integer or a float literal."""
+        """Consume an unsigned integer or a float literal."""
         if self.kinds[self.position] != "number":
             self.fail(f"expected a number, found {self.token!r}")
         text = self.take()
@@ -145,14 +145,14 @@ class Cursor:
             self.fail(f"{text[:20]}{'...' * (len(text) > 20)} is not an integer that can be read")
 
     def constant(self, weakest: int = 0, left: int | None = None) -> Immediate:
-        """Pass a constant: a literal, or an expression of integers as ptxas evaluates it; `left` has been read."""
+        """Parse a constant: a literal, or integers joined as by ptxas; `left` is a first operand that has been read."""
         is_literal = self.kinds[self.position] == "number" and self.texts[self.position + 1] not in OPERATORS
         if left is None and is_literal:  # most
             return self.number()
         return self.expression(weakest, left)[0]
 
     def expression(self, weakest: int, left: int | None = None) -> tuple[Immediate, bool]:
-        """Pass what operators from `weakest` on join; and whether it is unsigned."""
+        """Parse operators of precedence `weakest` and higher; return the value, and whether it is unsigned."""
         if weakest == len(_OPERATORS):
             return self.term() if left is None else (Immediate(left), left >= _U64 // 2)
         number, is_unsigned = self.expression(weakest + 1, left)
@@ -170,7 +170,7 @@ class Cursor:
         return number, is_unsigned
 
     def term(self) -> tuple[Immediate, bool]:
-        """Pass a literal, one behind - or ~, or an expression in parentheses."""
+        """Parse a literal, one behind - or ~, or a parenthesised expression; return it, and whether it is unsigned."""
         if self.accept("("):
             number_and_sign = self.expression(0)
             self.expect(")")
@@ -199,18 +199,18 @@ class Cursor:
         return elements
 
     def skip_line(self) -> None:
-        """Pass what is left of the line of the last token."""
+        """Skip the rest of the last token's line."""
         line = self.line_numbers[self.position - 1]
         while self.line_numbers[self.position] == line and self.kinds[self.position] != "end":
             self.position += 1
 
     def skip_to(self, text: str) -> None:
-        """Pass everything up to and with a mark."""
+        """Skip all tokens up to and including `text`."""
         while self.take() != text:
             pass
 
     def skip_braces(self) -> None:
-        """Pass everything to the end of the next `{ ... }`."""
+        """Skip all tokens up to the end of the next `{ ... }`."""
         depth = 0
         while True:
             text = self.take()

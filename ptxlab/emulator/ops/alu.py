@@ -1,4 +1,4 @@
-"""The table of register-to-register operations: opcode -> types of its operands, and a function of their rows.
+"""The table of register-to-register operations: opcode -> operand types, and a function of arrays of lanes.
 
 Each family module (`integer`, `floating`, `convert`, `video`) enters its operations with `@operation`. A function
 takes one array per source and returns one per destination, all of shape [lanes]; a constant source has shape [1] and
@@ -54,14 +54,14 @@ def alu_operation(text: str, selectors: tuple[str, ...] = ()) -> AluOperation:
 
 
 def selectors_of(instruction: Instruction) -> tuple[str, ...]:
-    """Return the selectors of a video instruction's operands, as a table of opcodes takes them; else none."""
+    """Return the selectors of a video instruction's operands; an empty tuple for other instructions."""
     selectors = tuple(getattr(operand, "selector", "") for operand in instruction.operands)
     return selectors if any(selectors) else ()
 
 
 @cache_on_subject
 def typed_operands(instruction: Instruction) -> tuple[AluOperation, Typed, Typed]:
-    """Return the operation, its destinations and its sources, each with the type it is taken as; the carry flag apart.
+    """Return the operation, and its (operand, type) destinations and sources without the carry flag.
 
     Raises `UnknownOpcode`, and ValueError for operands that the operation does not take.
     """

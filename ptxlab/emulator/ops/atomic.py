@@ -48,7 +48,7 @@ def combination(name: str, t: str) -> Callable[..., Any]:
 
 
 def _update_function(machine: Machine, access: MemoryAccess) -> Callable[..., Any]:
-    """Update of memory by an atomic: arena offsets, old values, operands -> new values."""
+    """Build the memory update of an atomic: (arena offsets, old values, operands) -> new values."""
     name = access.operation[0] if len(access.operation) == 1 else ""
     flushes_halves = access.type in _HALVES and ".noftz" not in access.instruction.opcode
     if name not in _TYPES or flushes_halves or (access.count == 1 and access.type not in _TYPES[name]):
@@ -71,7 +71,7 @@ def _update_function(machine: Machine, access: MemoryAccess) -> Callable[..., An
 
 
 def split_into_rounds(offsets: Array) -> list[Array]:
-    """Split the positions of the accesses so that no two of a part have the same address; repeats keep their order."""
+    """Split accesses into rounds without repeated addresses; return the positions, repeats in their order."""
     order = np.argsort(offsets, kind="stable")
     ordered_offsets = offsets[order]
     first = np.concatenate(([True], ordered_offsets[1:] != ordered_offsets[:-1]))

@@ -148,7 +148,7 @@ def _trap(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 def describe_comparison(machine: Machine, pc: int, lane: int) -> str:
-    """Name the comparison that probably led here: `; line 7, `setp.ge.s32 %p1, %r3, %r4`: %r3 = 64, %r4 = 60`.
+    """Describe the comparison that probably led here: `; line 7, `setp.ge.s32 %p1, %r3, %r4`: %r3 = 64, %r4 = 60`.
 
     It is the last one before whose predicate guards the instruction or a branch above it; empty if there is none.
     """

@@ -83,7 +83,7 @@ def _check_rounding(mode: str, target: str, source: str) -> None:
 
 
 def _split_exactly(a: Array) -> tuple[Array, Array]:
-    """Represent integers as hi + lo."""
+    """Represent integers exactly as float64 hi + lo."""
     if a.dtype.itemsize < 8:
         return a.astype(np.float64), np.zeros(len(a))
     upper_half, lower_half = a >> a.dtype.type(32), a & a.dtype.type(0xFFFFFFFF)
@@ -187,7 +187,7 @@ def _tf32(op: Opcode, mode: str, relu: bool, finite: bool) -> AluOperation:
 
 
 def _pack(op: Opcode) -> AluOperation:
-    """Pack two saturated integers beside each other, below what is left of a third: cvt.pack.sat."""
+    """Pack two saturated integers; a third operand, shifted up, fills the bits above them: cvt.pack.sat."""
     if not op.flag("sat"):
         raise UnknownOpcode(op.text)
     narrow = op.choice("u16", "s16", "u8", "s8", "u4", "s4", "u2", "s2")

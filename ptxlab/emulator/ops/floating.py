@@ -39,7 +39,7 @@ def saturate(x: Array) -> Array:
 
 
 def canonical(x: Array, type_name: str) -> Array:
-    """Replace every NaN by the one that the hardware makes, whatever NaN NumPy made."""
+    """Replace every NaN by the canonical NaN of the type, which hardware returns."""
     if type_name not in CANONICAL_NAN:
         return x
     nan = np.array([CANONICAL_NAN[type_name]], f"u{bits_of(type_name) // 8}").view(x.dtype)
@@ -47,7 +47,7 @@ def canonical(x: Array, type_name: str) -> Array:
 
 
 def apply_bounds(raw: Array, type_name: str, sat: bool, relu: bool) -> Array:
-    """Register values, bounded as .sat or .relu says."""
+    """Clamp register values as .sat or .relu says."""
     if not (sat or relu):
         return raw
     wide_values = widen(raw, type_name)
@@ -58,7 +58,7 @@ def apply_bounds(raw: Array, type_name: str, sat: bool, relu: bool) -> Array:
 def wide_operation(
     type_name: str, arity: int, exact: Callable[..., Any], mode: str, ftz: bool, sat: bool, relu: bool = False
 ) -> AluOperation:
-    """Make an operation of `exact`: float64 arrays -> (hi, lo), or register values if it rounds by itself."""
+    """Build the operation of `exact`, a function of float64 arrays that returns (hi, lo) or rounded values."""
 
     def compute(*raw: Array) -> Array:
         inputs = [widen(x, type_name) for x in raw]
@@ -75,7 +75,7 @@ def wide_operation(
 
 
 def modifiers(op: Opcode, *types: str, default: str = "") -> tuple[str, str, bool, bool]:
-    """Take (type, rounding mode, ftz, sat) of an arithmetic opcode; without a default it has to say how it rounds."""
+    """Consume the modifiers (type, rounding mode, ftz, sat); without `default` a rounding mode is required."""
     mode, ftz, sat = op.choice(*MODES, default=default), op.flag("ftz"), op.flag("sat")
     t = op.type(*(types or FLOATS))
     if sat and t == "f32x2":

@@ -1,4 +1,4 @@
-"""ldmatrix, stmatrix, movmatrix: a warp moves 8 x 8 matrices of b16 to or from shared memory, or turns one over."""
+"""ldmatrix, stmatrix, movmatrix: a warp moves 8 x 8 matrices of b16 from or to shared memory, or transposes one."""
 
 import numpy as np
 

@@ -97,7 +97,7 @@ class DecodedMma:
 
 
 def group(machine: Machine, start: int) -> int:
-    """Find the end of the group of mma that begins here: a straight line of each of some A by each of some B."""
+    """Return the end of the run of mma at `start` that multiplies each of some A by each of some B."""
     code = machine.code
 
     def types(instruction: Instruction) -> ir.Operands:

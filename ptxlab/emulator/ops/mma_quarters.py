@@ -28,7 +28,7 @@ def is_of_quarters(instruction: Instruction) -> bool:
 
 
 def places_of_factor(by_lane: bool) -> Places:
-    """Return the places of the elements of A or B.
+    """Return rows and columns of A's or B's elements, by lane of the quarter.
 
     A by rows, and B by columns transposed, have a row in each lane (`by_lane`); else a lane has part of a column.
     """
@@ -38,7 +38,7 @@ def places_of_factor(by_lane: bool) -> Places:
 
 
 def places_of_sum(type_name: str) -> Places:
-    """Return the places of C or D: a row in each lane of f16, two by two elements of f32 that stand apart."""
+    """Return rows and columns of C's or D's elements, by lane: a row of f16, or f32 pairs in 2 rows by 2 columns."""
     lane, i = np.indices((8, 8))
     high, lane_in_quad = lane // 4 * 4, lane % 4
     if type_name == "f16":
@@ -47,14 +47,14 @@ def places_of_sum(type_name: str) -> Places:
 
 
 def add_pairs(a: Array, b: Array, c: Array) -> Array:
-    """C plus the first two products, then the other two, each sum in f32: D of f16."""
+    """Compute an f16 D: C plus the first two products, then plus the other two, each sum in f32."""
     for k in (0, 2):
         c = c + _fma(a, b, k + 1, _fma(a, b, k, np.float32(-0.0)))
     return c
 
 
 def add_chain(a: Array, b: Array, c: Array) -> Array:
-    """Four fma of f32, which begin at 0, then C: D of f32."""
+    """Compute an f32 D: four fma of f32 that begin at 0, then plus C."""
     products = np.zeros_like(c)
     for k in range(4):
         products = _fma(a, b, k, products)
@@ -67,7 +67,7 @@ def _fma(a: Array, b: Array, k: int, c: Array | np.float32) -> Array:
 
 
 def quarters_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
-    """Build the handler of one, with the sums in the order of the code that ptxas puts in its place.
+    """Build the handler of an mma.m8n8k4 of f16; sums are in the order of the code that ptxas generates.
 
     sm_90 has no such instruction.
     """

@@ -81,7 +81,7 @@ def words_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 
 def count_bits(combine: str) -> Callable[[Array, Array, Array], Array]:
-    """Add how many bits of both together are set."""
+    """Build the accumulation of a single-bit mma: add the number of set bits of `a combine b`."""
     operation = np.bitwise_xor if combine == "xor" else np.bitwise_and
 
     def accumulate(left: Array, right: Array, sums: Array) -> Array:
@@ -93,7 +93,7 @@ def count_bits(combine: str) -> Callable[[Array, Array, Array], Array]:
 
 
 def fuse_products(rounding: str) -> Callable[[Array, Array, Array], Array]:
-    """Add product after product, rounding each sum."""
+    """Build the accumulation of an f64 mma: one fma after another, each rounded."""
 
     def accumulate(left: Array, right: Array, sums: Array) -> Array:
         for k in range(left.shape[-1]):

@@ -33,7 +33,7 @@ def _values(type_name: str) -> Array:
 
 
 def floats(raw: Array, type_name: str) -> Array:
-    """Convert bits of one of `OPERANDS`, or of `NARROW`, to float64; tensor cores ignore the low 13 bits of a tf32."""
+    """Convert bits of a type in `OPERANDS` or `NARROW` to float64; tensor cores ignore a tf32's low 13 bits."""
     if type_name in NARROW:
         numbers: Array = _values(type_name)[raw & (1 << NARROW[type_name][0]) - 1]
         return numbers
@@ -43,7 +43,7 @@ def floats(raw: Array, type_name: str) -> Array:
 
 
 def to_narrow(x: Array, type_name: str) -> Array:
-    """Round float64 to bits u8, to nearest even; beyond the largest finite number it is that (.satfinite).
+    """Round float64 to bits u8, ties to even; beyond the largest finite number it is that (.satfinite).
 
     fp6 and fp4 have no NaN: one becomes the largest number.
     """

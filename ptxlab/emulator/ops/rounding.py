@@ -46,7 +46,7 @@ def widen(raw: Array, type_name: str) -> Array:
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """Compute a + b as hi + lo, exactly; where hi overflowed, lo has the sign of what is missing."""
+    """Compute a + b exactly as hi + lo; where hi overflows, lo has the sign of the missing part."""
     hi = a + b
     back = hi - a
     lo = (a - (hi - back)) + (b - back)
@@ -55,7 +55,7 @@ def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def directed_sum(a: Array, b: Array, mode: str) -> tuple[Array, Array]:
-    """Compute `two_sum`, with the sign of zero that a rounding mode wants: rounding down, opposites add up to -0."""
+    """Compute `two_sum` with the rounding mode's sign of zero: rounding down, x + -x is -0."""
     hi, lo = two_sum(a, b)
     if mode == "rm":
         hi = np.where((hi == 0) & (lo == 0) & (np.signbit(a) | np.signbit(b)), -0.0, hi)
@@ -120,6 +120,7 @@ def round_to(hi: Array, lo: Array | float, type_name: str, mode: str = "rn") -> 
 
 
 def _nearest(x: Array, type_name: str) -> Array:
+    """Round float64 to f32, f16 or bf16 (as bits u16), ties to even; `x` must be exact or rounded to odd."""
     if type_name == "f32":
         return x.astype(np.float32)
     if type_name == "f16":
@@ -137,7 +138,7 @@ def _nearest(x: Array, type_name: str) -> Array:
 
 
 def _step(nearest: Array, nearest_value: Array, exact: Array, type_name: str, mode: str) -> Array:
-    """Move a nearest value one step where the direction wants it. (For f64, `exact` is the sign of what is missing.)"""
+    """Move the nearest value a step where the mode needs it; for f64 `exact` is the sign of what is missing."""
     if mode == "rn":
         return nearest
     is_above = exact < 0 if type_name == "f64" else nearest_value > exact  # the nearest value lies above the exact one

@@ -1,4 +1,4 @@
-"""setmaxnreg: registers change nothing here, but who gives and who takes them has to add up."""
+"""setmaxnreg: changes no results; the register counts that warps give up and take have to add up."""
 
 import numpy as np
 

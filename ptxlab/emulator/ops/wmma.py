@@ -1,4 +1,4 @@
-"""wmma: load, mma and store of fragments whose layout is nobody's business but the instructions' own.
+"""wmma: load, mma and store of fragments whose layout PTX leaves unspecified.
 
 So any layout will do that all of them share. Here a lane holds neighbouring elements of the row-major matrix: lane 0
 the first ones, and so on; where registers have room for more than the matrix (A and B in f16), it begins again.
@@ -41,7 +41,7 @@ _MEMORY = {"bf16": "b16", "tf32": "b32", "s4": "b32", "u4": "b32", "b1": "b32"} 
 
 @dataclass(frozen=True)
 class WmmaFragment:
-    """An operand of a wmma: its matrix, and what holds it."""
+    """An operand of a wmma: its shape and types, and which lane holds which element."""
 
     rows: int
     cols: int

@@ -41,7 +41,7 @@ BARRIERS = 16  # of a block
 
 @dataclass(eq=False)
 class Barrier:
-    """Barrier `number` of a block, with somebody at it; `expected` threads complete it, None stands for all."""
+    """An open barrier of a block; `expected` arrivals complete it, None stands for all threads."""
 
     block: int
     number: int
@@ -53,14 +53,14 @@ class Barrier:
 
 
 class BlockBarriers(Unit):
-    """Barriers of the blocks that some thread has come to."""
+    """The open barriers of all blocks: those at which some thread has arrived."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self.by_key: dict[tuple[int, int], Barrier] = {}  # by block of the wave, and number
 
     def complete_if_due(self, barrier: Barrier) -> None:
-        """Let everybody go if all have come. A warp counts in whole, whatever of it has ended."""
+        """Release the barrier if all expected threads have arrived; ended lanes of an arrived warp count too."""
         machine = self.machine
         is_alive = machine.alive.reshape(-1, machine.stride)[barrier.block]
         missing = is_alive & ~barrier.present
@@ -79,13 +79,13 @@ class BlockBarriers(Unit):
             machine.make_ready(parked.pc + 1, parked.lanes)
 
     def has_room(self, block: int, number: int, expected: int | None, arriving: int) -> bool:
-        """Tell whether so many threads can come to one generation of a barrier."""
+        """Tell whether `arriving` more threads fit in the barrier's current generation."""
         barrier = self.by_key.get((block, number))
         present_count = int(np.count_nonzero(barrier.present)) if barrier else 0
         return expected is None or present_count + arriving <= expected
 
     def recheck(self) -> None:
-        """Let go those that only threads which have ended were missing from."""
+        """Complete barriers that waited only for threads that have now ended."""
         for barrier in list(self.by_key.values()):
             self.complete_if_due(barrier)
 
@@ -99,7 +99,7 @@ class BlockBarriers(Unit):
 
 
 def check_barrier(numbers: Array, expected: Array | None) -> None:
-    """Refuse barriers that there are not, and numbers of threads that are not those of whole warps."""
+    """Raise ValueError for barrier numbers out of range and for thread counts that are not whole warps."""
     if (numbers >= BARRIERS).any():
         raise ValueError(f"a block has barriers 0 to {BARRIERS - 1} (got {numbers.max()})")
     if expected is not None and (is_wrong := (expected % 32 != 0) | (expected == 0)).any():

@@ -92,13 +92,13 @@ class ClusterBarriers(Unit):
             self.machine.make_ready(parked.pc + 1, parked.lanes)
 
     def leave(self, instruction: Instruction, cluster: int, lanes: Lanes) -> None:
-        """Count the wait of these lanes, which is over, and tell the watchers."""
+        """Record that these lanes' wait is over, and notify the watchers."""
         self.waits[lanes] += 1
         for watcher in self.machine.watchers:
             watcher.phase_wait(instruction, -1 - cluster, lanes)
 
     def recheck(self) -> None:
-        """Complete the phases that only threads which have ended were missing from."""
+        """Complete the phases that waited only for threads that have now ended."""
         for cluster in range(len(self.phase)):
             self.complete_if_due(cluster)
 

@@ -51,7 +51,7 @@ class MBarrier:
         self.complete_if_due()
 
     def expect(self, size: int) -> None:
-        """Count bytes that are to come; negative: that have come."""
+        """Add bytes that are expected; a negative size counts bytes that have landed."""
         self.bytes += size
         self.expected += max(size, 0)
         if abs(self.bytes) > LARGEST:
@@ -59,7 +59,7 @@ class MBarrier:
         self.complete_if_due()
 
     def complete_if_due(self) -> None:
-        """Complete the phase if nothing is missing, and let those go who waited for that."""
+        """Complete the phase if no arrivals and bytes are missing, and release the lanes that wait for it."""
         self.machine.unit(MBarriers).vain_answers = 0
         if self.missing or self.bytes:
             return
@@ -69,7 +69,7 @@ class MBarrier:
         self.release_waiters(True)
 
     def release_waiters(self, done: bool) -> None:
-        """Let the waiting lanes go on, and tell them whether the phase is complete."""
+        """Release the waiting lanes with `done` as the result of their wait."""
         waiting, self.waiting = self.waiting, []
         for parked, finish in waiting:
             finish(self.place, parked.lanes, done)
@@ -79,7 +79,7 @@ class MBarrier:
         return f"the mbarrier at {self.machine.memory.name_byte(self.place)}"
 
     def waiters(self) -> Iterator[Parked]:
-        """Yield the lanes that wait for the current phase, with what they wait for."""
+        """Yield a `Parked` for each group of lanes that waits for the current phase, with the reason in words."""
         reason = f"phase {self.phase} of {self}: {self.missing} of {self.count} arrivals are missing"
         if self.bytes:
             reason += (
@@ -100,7 +100,7 @@ class MBarriers(Unit):
         machine.unit(EffectQueue).mbarriers = self.by_place
 
     def answer_not_yet(self) -> bool:
-        """Tell whoever waits "not yet", as hardware does after a while."""
+        """Let all polling waits return False ("not yet"), as hardware does after a time limit."""
         awaited_barriers = [barrier for barrier in self.by_place.values() if barrier.waiting]
         self.vain_answers += 1
         if not awaited_barriers or self.vain_answers > PATIENCE:
@@ -119,7 +119,7 @@ class MBarriers(Unit):
 
 
 class MBarrierOperand:
-    """Finds the objects at an address operand."""
+    """Resolves an address operand to the mbarriers at it."""
 
     def __init__(self, machine: Machine, instruction: Instruction, space: str, address: ir.Operand, kind: str) -> None:
         order = "relaxed" if kind == "load" else "weak"

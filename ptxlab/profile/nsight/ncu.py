@@ -23,14 +23,14 @@ _MAY_NOT = "as root, or with the option NVreg_RestrictProfilingToAdminUsers=0 of
 
 
 def counters(command: Sequence[str], kernel: str, metrics: Sequence[str]) -> dict[str, float]:
-    """Run a command under ncu and read metrics of the one launch of `kernel` in it: `launches` for one."""
+    """Run a command under ncu and return the numbers of its only launch of `kernel`, as `launches` does."""
     return launches(command, [kernel], metrics)[0]
 
 
 def launches(
     command: Sequence[str], kernels: Sequence[str], metrics: Sequence[str], sections: Sequence[str] = ()
 ) -> list[dict[str, float]]:
-    """Run a command under ncu and read every number that it gives of each launch of these kernels.
+    """Run a command under ncu and return the numeric columns of each launch of these kernels.
 
     Args:
         command: what to run, such as `[sys.executable, "-m", "ptxlab", "run", ...]`.
@@ -53,7 +53,7 @@ def launches(
 
 
 def marked_launches(command: Sequence[str], metrics: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
-    """Run a command under ncu and read metrics of every launch between its `gpu.profiling()`, whoever launches.
+    """Run a command under ncu and return metrics of every launch, by any library, inside `gpu.profiling()`.
 
     Returns name and numbers of each, in order. Raises UnavailableError: no ncu, no permission to count, no launch, or a
     metric that ncu does not know.
@@ -71,7 +71,7 @@ def marked_launches(command: Sequence[str], metrics: Sequence[str]) -> list[tupl
 def collect(
     command: Sequence[str], kernels: Sequence[str], metrics: Sequence[str], out: Path, *, metric_set: str = "quick"
 ) -> None:
-    """Run a command under ncu and write a report of the launches between its `gpu.profiling()`.
+    """Run a command under ncu and write a report of the launches inside its `gpu.profiling()`.
 
     Caches are emptied before every pass, and the sources that the line tables name go into the report.
 

@@ -94,7 +94,7 @@ BUSY = tuple(figure.name for figure in FIGURES if figure.unit == "%")  # shares 
 
 @dataclass(frozen=True)
 class Carrier:
-    """A line that warps waited at.
+    """A source line, or an instruction without one, at which warps stalled, with its share of the sampled stalls.
 
     Attributes:
         where: `dequant.cuh:59`, or without a line table the instruction's offset.
@@ -223,7 +223,7 @@ def save(profile: Profile, path: Path) -> None:
 
 
 def load(path: Path) -> Profile:
-    """Read a profile that was written as JSON; `FileError` says in one line why a file is none."""
+    """Read a profile from JSON; raises `FileError`, which says why in one line, for any other file."""
     record = read_record(path, "a profile", SCHEMA)
     try:
         return Profile(**{**record, "carriers": tuple(Carrier(**carrier) for carrier in record["carriers"])})

@@ -46,7 +46,7 @@ class SampledInstruction:
 
 @dataclass(frozen=True)
 class ProfiledLaunch:
-    """A launch as the report has it.
+    """A profiled launch of a report: kernel, metrics, instructions and sources.
 
     Attributes:
         kernel: its entry symbol.

@@ -137,12 +137,12 @@ class Timeline:
         return sorted({track.sm for track in self.tracks})
 
     def of_sm(self, sm: int) -> "Timeline":
-        """Return the part of one SM."""
+        """Return a timeline with only the tracks of one SM."""
         return replace(self, tracks=tuple(track for track in self.tracks if track.sm == sm))
 
     @cached_property
     def products(self) -> tuple[tuple[WgmmaGroup, ...], ...]:
-        """The groups of wgmmas of every track; those of an SM share its tensor cores."""
+        """The groups of wgmmas of each track, scheduled on the tensor cores that an SM's tracks share."""
         groups: list[list[WgmmaGroup]] = [[] for _ in self.tracks]
         for sm in self.sms:
             issued_products = sorted(
@@ -156,21 +156,18 @@ class Timeline:
         return tuple(map(tuple, groups))
 
     def busy(self, window: Window | None = None) -> float:
-        """Compute the share of the time that one SM's tensor cores multiply by `wgmma`.
-
-        The true share is at least this.
-        """
+        """Compute a lower bound of the share of time in which one SM's tensor cores run `wgmma`."""
         begin, end = window or (0, max(1, self.duration))
         spans = [(max(p.start, begin), min(p.stop, end)) for products in self.products for p in products]
         return sum(max(0, stop - start) for start, stop in spans) / (end - begin)
 
     @property
     def share_of_launch(self) -> float:
-        """Share of the launch (with stamps) that these tracks last: little, where other SMs have more tiles."""
+        """Duration of these tracks as a share of the stamped launch; small where other SMs have more tiles."""
         return self.duration / self.mhz / self.recording_us if self.mhz and self.recording_us else 1.0
 
     def steady(self, width: float | None = None) -> Window:
-        """Choose a window of the main loop, from before its middle.
+        """Choose a time window in the main loop, centred a little before its middle; without a loop the whole launch.
 
         It has the given width, or that of some repetitions.
         """
@@ -189,7 +186,7 @@ class Timeline:
 
 
 def _issued_groups(stamps: Iterable[Stamp]) -> Iterator[tuple[int, int, int]]:
-    """Yield (issued at, known to have ended at, clocks that it takes) of groups of wgmmas, in their order."""
+    """Yield (issue time, time known to have ended, clocks needed) of each group of wgmmas, in order."""
     groups_in_flight: list[tuple[int, int]] = []
     may_remain = last_wait = 0
     is_waiting = False
@@ -251,7 +248,7 @@ def save(timeline: Timeline, path: Path) -> None:
 
 
 def load(path: Path) -> Timeline:
-    """Read a timeline; `FileError` says in one line why a file is none."""
+    """Read a timeline from JSON; raises `FileError`, which says why in one line, for any other file."""
     record = read_record(path, _DESCRIPTION, SCHEMA)
     if record.get("phases") != list(PHASES):
         raise FileError(f"{path}: not {_DESCRIPTION} of schema {SCHEMA}")

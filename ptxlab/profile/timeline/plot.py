@@ -29,7 +29,7 @@ _WHOLE = 0.6  # of the launch: so large a part is not shown beside it
 
 
 def timeline_figure(timeline: Timeline) -> Figure:
-    """Draw the first SM: above the whole launch, below a part of it from the middle of the main loop."""
+    """Draw the first SM's timeline: above the whole launch, below a window in the main loop."""
     shown_timeline = timeline.of_sm(timeline.sms[0])
     begin, end = shown_timeline.steady()
     parts = [(0.0, float(shown_timeline.duration))]
