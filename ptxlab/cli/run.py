@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -258,10 +258,9 @@ def run(
     outcome, bfloat16_names = run_.outcome, launch.bfloat16_names
     written_outputs = {name: outcome.outputs[name] for name in outcome.written}
     comparisons = compare_all({**outcome.outputs}, expected, rtol, atol, bfloat16_names=bfloat16_names)
-    arrays = {
-        name: Summary.of(name, _on_host(array), is_bfloat16=name in bfloat16_names)
-        for name, array in outcome.outputs.items()
-    }
+    summaries = [
+        Summary.of(name, _on_host(array), is_bfloat16=name in bfloat16_names) for name, array in written_outputs.items()
+    ]
     if outputs is not None:
         save_arrays(outputs, written_outputs)
     if form != "text":
@@ -271,7 +270,7 @@ def run(
             {
                 "backend": outcome.backend,
                 "kernel": launch.kernel.name,
-                "outputs": {name: arrays[name].to_json() for name in written_outputs},
+                "outputs": {summary.name: summary.to_json() for summary in summaries},
                 "findings": [{**asdict(f), "remedy": emulator.remedy_of(f.kind)} for f in outcome.findings],
                 "notes": [asdict(note) for note in outcome.notes],
                 "expected": [comparison.to_json() for comparison in comparisons],
@@ -287,7 +286,11 @@ def run(
     else:
         if memory:
             _show_memory(_memory_rows(outcome))
-        _show_run(run_, arrays, comparisons, "checks clean" if options.checks or schedules else "no checks")
+        shapes = ", ".join(
+            f"{name} {'bfloat16' if name in bfloat16_names else array.dtype}{list(array.shape)}"
+            for name, array in outcome.outputs.items()
+        )
+        _show_run(run_, summaries, comparisons, shapes, "checks clean" if options.checks or schedules else "no checks")
     if outcome.findings or run_.differences or any(comparison.wrong for comparison in comparisons):
         raise typer.Exit(FAILED)
 
@@ -296,20 +299,19 @@ def _on_host(array: Any) -> Any:
     return array.get() if hasattr(array, "get") else array
 
 
-def _show_run(run_: ScheduledRun, arrays: Mapping[str, Summary], compared: list[Comparison], none: str) -> None:
+def _show_run(run_: ScheduledRun, summaries: list[Summary], compared: list[Comparison], shapes: str, none: str) -> None:
     """Print findings, differences and notes, the outputs and how they compare; then a line on backend and arrays."""
     outcome = run_.outcome
     lines = [*map(str, outcome.findings), *(f"{CHECK}: {difference}" for difference in run_.differences)]
     kinds = [finding.kind for finding in outcome.findings] + [CHECK] * bool(run_.differences)
     for line in [*lines, *emulator.remedies_of(kinds), *map(str, outcome.notes)]:
         console.print(escape(line), soft_wrap=True, highlight=False)
-    if outcome.written:
-        rows = [arrays[name].cells() for name in outcome.written]
+    if summaries:
+        rows = [summary.cells() for summary in summaries]
         console.print(table("", ("output", "type", "first values", "min>", "max>", "NaN>"), rows))
     for comparison in compared:
         console.print(escape(str(comparison)), soft_wrap=True, highlight=False)
     state = f"{len(lines)} finding{'s' * (len(lines) > 1)}" if lines else none
-    shapes = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in arrays.items())
     console.print(f"[dim]{outcome.backend}[/]  {escape(shapes)}  {state}", soft_wrap=True, highlight=False)
 
 

@@ -58,6 +58,20 @@ def test_arguments_by_name_and_in_order_and_the_output_in_sight(cli: Any, saxpy:
     assert (record["kernel"], [*record["outputs"]], record["outputs"]["y"]["maximum"]) == ("saxpy<32>", ["y"], 59.0)
 
 
+def test_only_what_the_kernel_wrote_is_summarised(cli: Any, saxpy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs were copied from the GPU and searched for their extremes, too, for the names in the last line."""
+    summarised, summarise = list[str](), Summary.of
+
+    def record_name(name: str, array: Any, **options: bool) -> Summary:
+        summarised.append(name)
+        return summarise(name, array, **options)
+
+    monkeypatch.setattr(Summary, "of", record_name)
+    code, text, _ = cli("run", saxpy, *ARGUMENTS)
+    assert (code, summarised) == (0, ["y"])
+    assert "emulator  x float32[32], y float32[32]  no checks" in text
+
+
 def test_outputs_are_held_against_what_is_expected(cli: Any, saxpy: str, tmp_path: Path) -> None:
     y = np.array([2.0 * i + 1 for i in range(30)] + [1, 1], np.float32)
     np.savez(tmp_path / "right.npz", y=y)
