@@ -186,7 +186,7 @@ def per_channel_table(record: Record | None) -> str:
         speedup_over_humming = over(token_rows, "humming_w4a8_chn")
         line = {"M": M, "of the floor": fraction(token_rows), f"over groups of {GROUP}": mean(gain)}
         line |= {"over humming per channel": mean(speedup_over_humming)}
-        lines.append(line | {"over it, least matrix": speedup_over_humming.min()})
+        lines.append(line | {"over humming per channel, worst matrix": speedup_over_humming.min()})
     table = pd.DataFrame(lines)
     return markdown(table, {"of the floor": "{:.2f}", **dict.fromkeys(table.columns[2:], "{:.2f}x")}, left=0)
 
