@@ -53,7 +53,7 @@ def own_kernel(tmp_path: Path) -> str:
     return str(path)
 
 
-def one(name: str, claim_name: str, source: int = 0) -> Decision:
+def decide_claim_of_spec(name: str, claim_name: str, source: int = 0) -> Decision:
     """Decide a claim of a spec on one of its sources."""
     spec, sources = registry.find(name)
     claim = next(c for c in spec.claims if c.name == claim_name)
@@ -70,7 +70,7 @@ def one(name: str, claim_name: str, source: int = 0) -> Decision:
     ],
 )
 def test_what_a_quantiser_leaves_is_decided_as_the_spec_says(name: str, claim: str) -> None:
-    assert one(name, claim).as_expected
+    assert decide_claim_of_spec(name, claim).as_expected
 
 
 def test_every_dequantiser_and_every_twin_has_claims_and_all_are_recorded() -> None:
@@ -99,7 +99,7 @@ def replay_counterexample(backend: str, tmp_path: Path, cli) -> tuple[np.ndarray
 
     The solver claims some of them wrong.
     """
-    decision = one("dequant_lqq", "quantised at 121, nearest")
+    decision = decide_claim_of_spec("dequant_lqq", "quantised at 121, nearest")
     assert decision.explanation is not None and decision.explanation.command == "ptxlab run dequant_lqq.ptx --unchecked"
     path, out = tmp_path / "wrong.npz", tmp_path / "out.npz"
     np.savez(path, **decision.explanation.arrays)
