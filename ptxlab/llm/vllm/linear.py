@@ -30,17 +30,18 @@ class W4A8LinearMethod(LinearMethodBase):
     Attributes:
         kernels: those of all layers.
         prefix: the layer's name.
-        matrix: the packed weight's layout, scheme and sizes, once the layer's sizes are known.
+        matrix: the packed weight's layout, scheme and sizes; set by `create_weights`, which knows them.
         names: of its buffers, likewise.
         is_packed: whether the layer has been loaded.
         is_dummy: whether vLLM fills what is loaded with numbers of its own.
     """
 
     uses_meta_device = True
+    matrix: MatrixShape
+    names: tuple[str, ...]
 
     def __init__(self, kernels: ProductKernels, prefix: str) -> None:
         self.kernels, self.prefix = kernels, prefix
-        self.matrix, self.names = MatrixShape("", "", 0, 0, 0), tuple[str, ...]()
         self.is_packed, self.is_dummy = False, get_current_vllm_config().load_config.load_format == "dummy"
 
     @abstractmethod
