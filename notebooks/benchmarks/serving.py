@@ -113,7 +113,7 @@ def profile_rows(
 ) -> Iterator[Row]:
     """Make a row of each batch: a step under the profiler, beside FP8's, and its parts in microseconds."""
     for batch, profile in profiles.items():
-        sizes, us = {"B": batch, "tokens": RULES.get(model, Rule()).tokens}, (profile.step_us,)
+        sizes, us = {"B": batch, "tokens": serving_profile.RULE.tokens}, (profile.step_us,)
         nbytes = _bytes_of_step(model, name, batch, sizes["tokens"] + serving_profile.LONG // 2)
         rate, figures = (batch / profile.step_us * 1e6, "tokens/s"), {**profile.part_us, LAUNCHES: profile.launches}
         row = _row(model, name, PROFILE, sizes, us, rate, nbytes, ceilings, {"fp8": base[batch].step_us}, figures)

@@ -23,6 +23,7 @@ from ptxlab.errors import BenchmarkError
 
 BATCHES = (1, 64)
 SHORT, LONG = 16, 80  # tokens that a batch makes
+RULE = Rule(prompts=max(BATCHES), new=LONG)  # of every model
 # What a kernel does, by the first pattern that its name has.
 PATTERNS = {
     "attention": r"^attention_kv|flash|unified_attention|merge_attn",
@@ -82,7 +83,13 @@ class Run(NamedTuple):
 
 
 def compare_runs(short: Run, long: Run, steps: int) -> StepProfile:
-    """Make the profile of a step of two runs that differ by so many steps. Raises BenchmarkError if none is longer."""
+    """Make the profile of a step of two runs that differ by so many steps.
+
+    Raises BenchmarkError if the second is not longer, and if the profiler saw no kernel in one of them.
+    """
+    if not (short.kernels and long.kernels):
+        rule = f"the profiler must see kernels in the runs of {SHORT} and {LONG} tokens"
+        raise BenchmarkError(f"{rule} (got {len(short.kernels)} and {len(long.kernels)} kernels)")
     step_us = 1e6 * (long.seconds - short.seconds) / steps
     if step_us <= 0:
         raise BenchmarkError(f"{LONG} tokens took no longer than {SHORT}: {long.seconds:.3f} s, {short.seconds:.3f} s")
@@ -118,23 +125,22 @@ def _busy_us(kernels: Iterable[KernelTime]) -> float:
 def profile(model: str, name: str, folder: Path) -> None:
     """Profile a variant in this process, and write its steps into the folder."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the profiler sees this process alone
-    rule = Rule(prompts=max(BATCHES), new=LONG)
-    prepare(folder, model, rule)
+    prepare(folder, model, RULE)
     import torch
     from torch.profiler import ProfilerActivity
     from vllm import LLM
 
-    llm = LLM(**engine_arguments(folder, name, rule))
+    llm = LLM(**engine_arguments(folder, name, RULE))
     draw = random.Random(0)
 
     def run(batch: int, new: int) -> Run:
         with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            seconds = time_run(llm, model, draw, batch, rule.tokens, new)
+            seconds = time_run(llm, model, draw, batch, RULE.tokens, new)
         return Run(seconds, kernels_of(profiler.events()))
 
     profiles = {}
     for batch in BATCHES:
-        time_run(llm, model, draw, batch, rule.tokens, SHORT)
+        time_run(llm, model, draw, batch, RULE.tokens, SHORT)
         profiles[batch] = asdict(compare_runs(run(batch, SHORT), run(batch, LONG), LONG - SHORT))
     (folder / "reading.json").write_text(json.dumps(profiles))
 

@@ -1,5 +1,6 @@
 """Where a step of vLLM goes, without a GPU and vLLM: kernels by what they do, and the difference of two runs."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,23 @@ def test_a_step_is_the_difference_of_two_runs() -> None:
     assert step.part_us == {part: pytest.approx(expected_us.get(part, 0)) for part in PARTS}
     with pytest.raises(BenchmarkError, match=r"^80 tokens took no longer than 16: "):
         compare_runs(*runs[::-1], 8)
+
+
+@pytest.mark.parametrize("counts", [(0, 0), (0, 12), (4, 0)])
+def test_a_run_without_kernels_is_refused_in_one_line(counts: tuple[int, int]) -> None:
+    """It was a ValueError of NumPy's."""
+    short, long = (Run(1.0 + count, [KernelTime("append_kv4", 0, 1)] * count) for count in counts)
+    message = r"^the profiler must see kernels in the runs of 16 and 80 tokens \(got {} and {} kernels\)$"
+    with pytest.raises(BenchmarkError, match=message.format(*counts)):
+        compare_runs(short, long, 64)
+
+
+def test_rows_name_the_tokens_of_the_prompts_that_were_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows had the tokens of another rule, that of throughput."""
+    monkeypatch.setattr(serving_profile, "RULE", replace(serving_profile.RULE, tokens=256))
+    profiles = {64: StepProfile(2500.0, dict.fromkeys(PARTS, 100.0), 400.0)}
+    (row,) = serving.profile_rows("7B", "fp8", profiles, profiles, CEILINGS)
+    assert row.sizes == {"B": 64, "tokens": 256}
 
 
 def test_rows_have_the_parts_beside_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
