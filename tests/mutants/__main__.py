@@ -6,11 +6,12 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.mutants.draw import draw
-from tests.mutants.runner import Copy, Outcome
+from tests.mutants.draw import all_drawn
+from tests.mutants.runner import ERROR, Copy, Outcome
 from tests.mutants.table import ROOT, Mutant, load
 
 
@@ -23,11 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--draw", metavar="HASH/N", help="draw N mistakes of the files of `draw.py` by a hash instead")
     parser.add_argument("-j", type=int, default=os.cpu_count() or 1, metavar="N", help="how many at a time")
     given = parser.parse_args(arguments)
+    spare: Iterable[Mutant] = ()
     if given.draw:
         seed, _, count = given.draw.rpartition("/")
         if not seed or not count.isdecimal():
             parser.error(f"--draw expects HASH/N, such as 4d1718cd/30 (got {given.draw})")
-        chosen = draw(seed, int(count), given.pattern)
+        spare = all_drawn(seed, given.pattern)
+        chosen = list(islice(spare, int(count)))
     else:
         chosen = [m for m in load() if given.pattern in f"{m.file}: {m.what}" and (m.ci or not given.ci)]
     if not chosen:
@@ -36,20 +39,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{m.file}: {m.what}{' (equivalent)' if m.equivalent else ''}" for m in chosen))
         return 0
     with tempfile.TemporaryDirectory(prefix="ptxlab-mutants-") as folder:
-        return try_all(chosen, Path(folder), max(1, given.j))
+        return try_all(chosen, Path(folder), max(1, given.j), spare=spare)
 
 
-def try_all(mutants: list[Mutant], folder: Path, workers: int, root: Path = ROOT) -> int:
-    """Try mutants in as many copies as there are workers, once the tests have passed without any mutant."""
+def try_all(mutants: list[Mutant], folder: Path, workers: int, root: Path = ROOT, spare: Iterable[Mutant] = ()) -> int:
+    """Try mutants in as many copies as there are workers, once their tests have passed without any mutant.
+
+    Of each that turns out to be none, the next of `spare` takes the place, and it does not count.
+    """
     free: SimpleQueue[Copy] = SimpleQueue()
     for i in range(workers):
         free.put(first := Copy(folder / str(i), root))
-    status, output = first.run(
-        dict.fromkeys(test for mutant in mutants for test in mutant.killed_by), workers if workers > 1 else 0
-    )
-    if status:
-        print(f"{output}\nwithout a mutant all tests must pass")
-        return 2
+    spare, outcomes, passed = iter(spare), list[Outcome](), set[str]()
 
     def try_out(mutant: Mutant) -> Outcome:
         copy = free.get()
@@ -58,21 +59,33 @@ def try_all(mutants: list[Mutant], folder: Path, workers: int, root: Path = ROOT
         finally:
             free.put(copy)
 
-    with ThreadPoolExecutor(workers) as pool:
-        return report(pool.map(try_out, mutants))
+    while mutants:
+        tests = [test for mutant in mutants for test in mutant.killed_by if test not in passed]
+        status, output = first.run(dict.fromkeys(tests), workers if workers > 1 else 0) if tests else (0, "")
+        if status:
+            print(f"{output}\nwithout a mutant all tests must pass")
+            return 2
+        passed.update(tests)
+        with ThreadPoolExecutor(workers) as pool:
+            tried = [show(outcome) for outcome in pool.map(try_out, mutants)]
+        mutants = list(islice(spare, sum(outcome.verdict == ERROR for outcome in tried)))
+        outcomes += [outcome for outcome in tried if not mutants or outcome.verdict != ERROR]
+    return report(outcomes)
 
 
-def report(outcomes: Iterable[Outcome]) -> int:
-    """Print each as it comes, and how many there were of which kind."""
-    all_of_them = []
-    for outcome in outcomes:
-        all_of_them.append(outcome)
-        print(f"{outcome.verdict:10} {outcome.seconds:6.1f} s  {outcome.mutant.file}: {outcome.mutant}", flush=True)
-        print(f"{'':21}{outcome.detail}", flush=True)
-    kinds = [outcome.verdict for outcome in all_of_them]
+def show(outcome: Outcome) -> Outcome:
+    """Print what became of a mutant."""
+    print(f"{outcome.verdict:10} {outcome.seconds:6.1f} s  {outcome.mutant.file}: {outcome.mutant}", flush=True)
+    print(f"{'':21}{outcome.detail}", flush=True)
+    return outcome
+
+
+def report(outcomes: Sequence[Outcome]) -> int:
+    """Print how many there were of which kind; return the exit status."""
+    kinds = [outcome.verdict for outcome in outcomes]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    print(f"{len(kinds)} mutants: {counts}; {sum(outcome.seconds for outcome in all_of_them):.0f} s")
-    return 0 if all(outcome.good for outcome in all_of_them) else 1
+    print(f"{len(kinds)} mutants: {counts}; {sum(outcome.seconds for outcome in outcomes):.0f} s")
+    return 0 if all(outcome.good for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

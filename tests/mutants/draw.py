@@ -79,7 +79,12 @@ class Change:
 
 
 def draw(seed: str, count: int, pattern: str = "") -> list[Mutant]:
-    """Draw so many mistakes of the files with `pattern` in their path: a line first, then what is wrong there."""
+    """Draw so many mistakes, the first of `all_drawn`."""
+    return list(islice(all_drawn(seed, pattern), count))
+
+
+def all_drawn(seed: str, pattern: str = "") -> Iterator[Mutant]:
+    """Draw a mistake of each line of the files with `pattern` in their path, in any order of the lines."""
     equivalent = {(m.file, m.changed((ROOT / m.file).read_text("utf-8"))) for m in load() if m.equivalent}
     texts = {file: (ROOT / file).read_text("utf-8") for file in FILES if pattern in file}
     lines = {(file, line): changes for file, text in texts.items() for line, changes in changes_by_line(text).items()}
@@ -88,7 +93,7 @@ def draw(seed: str, count: int, pattern: str = "") -> list[Mutant]:
         mutant_of(file, texts[file], line, chance.choice(lines[file, line]))
         for file, line in chance.sample(sorted(lines), len(lines))
     )
-    return list(islice((m for m in drawn if (m.file, m.changed(texts[m.file])) not in equivalent), count))
+    return (m for m in drawn if (m.file, m.changed(texts[m.file])) not in equivalent)
 
 
 def mutant_of(file: str, text: str, line: int, change: Change) -> Mutant:

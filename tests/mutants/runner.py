@@ -16,6 +16,8 @@ KILLED, SURVIVED, EQUIVALENT, ERROR = "killed", "survived", "equivalent", "error
 _PARTS = ("pyproject.toml", "ptxlab", "ptx", "cuda_src", "tests", "notebooks/benchmarks", "notebooks/results")
 _SECONDS = 300  # that all tests of a mutant may take
 _TIMEOUT = 120  # seconds that one test may take: a mutant that hangs is noticed
+_HANGS = re.compile(r"\++ Timeout \++$", re.MULTILINE)  # what pytest-timeout prints as it ends the process
+_UNDECIDED = -1  # status of a run that was ended before any test had failed
 # A mutant that cannot be built is none, whatever tests say of it.
 _BROKEN = "CompileError|SourceError|UnknownInstruction|SyntaxError|NameError|ImportError|AttributeError"
 _NO_MUTANT = re.compile(rf"^E +(?:[\w.]+\.)?({_BROKEN}):", re.MULTILINE)
@@ -50,17 +52,18 @@ class Copy:
                 shutil.copy2(source, target)
 
     def run(self, tests: Iterable[str], workers: int = 0, seconds: float | None = None) -> tuple[int, str]:
-        """pytest's exit status and output, up to the first failure, or as if all had passed after so many seconds."""
+        """pytest's exit status and output, up to the first failure or, without a verdict, for so many seconds."""
         unset = "PYTEST_", "PYTHONDONTWRITEBYTECODE"  # most of a run is imports, which the next one finds compiled
         env = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
         env |= {"PYTHONPATH": str(self.folder), "PTXLAB_CACHE_DIR": str(self.folder / ".cache")}
         env.setdefault("PYTHONPYCACHEPREFIX", str(self.folder / ".bytecode"))
         command = [sys.executable, "-m", "pytest", "-n", str(workers), "-x", "-p", "no:cacheprovider", "--tb=short"]
-        command += [f"--timeout={_TIMEOUT}", "-m", "not gpu", *tests]
+        # By signal it would raise in the test, and Hypothesis would run a test that failed again, without a limit.
+        command += [f"--timeout={_TIMEOUT}", "--timeout-method=thread", "-m", "not gpu", *tests]
         try:
             done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:
-            return 0, f"nothing failed in {seconds:.0f} s"
+            return _UNDECIDED, f"nothing failed in {seconds:.0f} s"
         return done.returncode, done.stdout + done.stderr
 
     def try_out(self, mutant: Mutant) -> Outcome:
@@ -85,12 +88,15 @@ def judged(mutant: Mutant, status: int, output: str) -> tuple[str, str]:
     """(verdict, detail) of a run of pytest: 0 all passed, 1 some failed, else it could not run them."""
     last = (output.strip().splitlines() or ["nothing"])[-1].strip("= ")
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    noticed_by = failed[1] if failed else f"a test that had not ended after {_TIMEOUT} s"
     if status == 0:
         return (EQUIVALENT, mutant.equivalent) if mutant.equivalent else (SURVIVED, last)
-    if status != 1 or failed is None:
+    if status == _UNDECIDED:
+        return ERROR, last
+    if status != 1 or not (failed or _HANGS.search(output)):
         return ERROR, f"pytest ended with {status}: {last}"
     if broken := _NO_MUTANT.search(output):
-        return ERROR, f"not built: {broken[1]} in {failed[1]}"
+        return ERROR, f"not built: {broken[1]} in {noticed_by}"
     if mutant.equivalent:
-        return ERROR, f"listed as equivalent, but killed by {failed[1]}"
-    return KILLED, failed[1]
+        return ERROR, f"listed as equivalent, but killed by {noticed_by}"
+    return KILLED, noticed_by

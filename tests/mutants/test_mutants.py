@@ -8,6 +8,7 @@ import pytest
 
 from ptxlab import registry
 from tests.mutants import __main__ as command
+from tests.mutants import runner
 from tests.mutants.runner import EQUIVALENT, ERROR, KILLED, SURVIVED, Copy, Outcome, judged
 from tests.mutants.table import ROOT, Mutant, load
 
@@ -102,6 +103,34 @@ def test_mutants_are_tried_in_a_copy_and_taken_back(
 
 
 @pytest.mark.full
+def test_of_a_draw_another_takes_the_place_of_what_is_no_mutant(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = replace(SUM, what="no name", new="a.there + b")
+    spare = [replace(broken, what="none either"), SUM, replace(SUM, what="not needed")]
+    assert command.try_all([broken], tmp_path / "copies", workers=1, root=tiny, spare=spare) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[::2]] == [ERROR, ERROR, KILLED, "1"]
+    assert lines[-1].startswith("1 mutants: 1 killed; ")
+    assert command.try_all([broken], tmp_path / "others", workers=1, root=tiny) == 1, "nothing is left to draw"
+
+
+@pytest.mark.full
+def test_a_mutant_that_hangs_is_noticed(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a test that tries once more what has failed, as Hypothesis does."""
+    monkeypatch.setattr(runner, "_TIMEOUT", 1)
+    monkeypatch.setattr(runner, "_SECONDS", 20)
+    (tiny / "tests/test_sums.py").write_text(
+        "from ptxlab.sums import add\n\n\ndef test_add():\n    try:\n        assert add(2, 1) == 3\n"
+        "    except BaseException:\n        assert add(2, 1) == 3\n"
+    )
+    outcome = Copy(tmp_path / "copy", tiny).try_out(
+        replace(SUM, old="    return", new="    while True: pass\n    return")
+    )
+    assert (outcome.verdict, outcome.detail) == (KILLED, "a test that had not ended after 1 s")
+
+
+@pytest.mark.full
 def test_tests_that_fail_without_a_mutant_say_nothing(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +156,10 @@ def test_a_place_that_is_gone_or_not_the_only_one_is_an_error(text: str, tiny: P
         (4, "ERROR: not found: tests/a.py::gone", "", ERROR, "pytest ended with 4: ERROR: not found: tests/a.py::gone"),
         (1, "E   ptxlab.errors.CompileError: x.cu(3)\nFAILED tests/a.py::b - x", "", ERROR, "not built: CompileError"),
         (2, "E   NameError: name 'x'\nERROR tests/a.py - NameError", "", ERROR, "pytest ended with 2"),
+        (1, "..+++ Timeout +++\nStack\n+++ Timeout +++", "", KILLED, "a test that had not ended after 120 s"),
+        (1, "Timeout", "", ERROR, "pytest ended with 1: Timeout"),
+        (-1, "nothing failed in 300 s", "", ERROR, "nothing failed in 300 s"),
+        (-1, "nothing failed in 300 s", "no bit differs", ERROR, "nothing failed in 300 s"),
     ],
 )
 def test_what_a_run_of_pytest_says(status: int, output: str, equivalent: str, verdict: str, detail: str) -> None:
