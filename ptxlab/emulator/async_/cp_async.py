@@ -389,8 +389,7 @@ def _bulk(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler
     target, source, *extra_operands = instruction.operands
     if is_tensor and destination_space == "global":
         place = _offset_locator(machine, instruction, "load", origin, source, _BOX_ALIGNMENT)
-        route = _route(machine, instruction, extra_operands, notifies_mbarrier, multicast)
-        return _boxes(machine, instruction, axes, target, place, route, True, operation)
+        return _boxes(machine, instruction, axes, target, place, _as_they_are, True, operation)
     size = None if is_tensor else extra_operands.pop(0)
     place = _offset_locator(
         machine, instruction, "store", destination_space, target, _BOX_ALIGNMENT if is_tensor else 16
@@ -422,14 +421,13 @@ def _route(
 
     A multicast goes to the same place in each block that the mask names.
     """
-    mbarrier = MBarrierOperand(machine, instruction, "shared::cluster", extra_operands[0], "load") if notifies else None
+    if not notifies:
+        return _as_they_are
+    mbarrier = MBarrierOperand(machine, instruction, "shared::cluster", extra_operands[0], "load")
     read_mask = machine.reader(extra_operands[1], "u16") if multicast else None
 
     def route(lanes: Lanes, targets: Array) -> tuple[Array, Array, Array]:
-        positions = np.arange(len(targets))
-        if mbarrier is None:
-            return positions, targets, np.full(len(targets), -1)
-        barriers = mbarrier.locate(lanes)
+        positions, barriers = np.arange(len(targets)), mbarrier.locate(lanes)
         if read_mask is not None:
             masks = np.broadcast_to(read_mask(lanes), targets.shape)
             positions, shifts = machine.cluster_memory.shifts(instruction, indices_of(lanes), masks)
@@ -438,6 +436,11 @@ def _route(
         return positions, targets, barriers
 
     return route
+
+
+def _as_they_are(lanes: Lanes, targets: Array) -> tuple[Array, Array, Array]:
+    """Route a copy that notifies no mbarrier: an entry per lane."""
+    return np.arange(len(targets)), targets, np.full(len(targets), -1)
 
 
 def _sizes(machine: Machine, instruction: Instruction, operand: ir.Operand) -> Callable[[Lanes], Array]:

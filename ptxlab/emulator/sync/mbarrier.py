@@ -81,10 +81,10 @@ class MBarrier:
     def waiters(self) -> Iterator[Parked]:
         """Yield a `Parked` for each group of lanes that waits for the current phase, with the reason in words."""
         reason = f"phase {self.phase} of {self}: {self.missing} of {self.count} arrivals are missing"
-        if self.bytes:
-            reason += (
-                f", and {self.bytes} bytes" if self.bytes > 0 else f"; {-self.bytes} bytes came that nobody expected"
-            )
+        if self.bytes > 0:
+            reason += f", and {self.bytes} bytes"
+        elif self.bytes < 0:
+            reason += f"; {-self.bytes} bytes came that nobody expected"
         reason += self.several
         for parked, _ in self.waiting:
             yield Parked(parked.pc, parked.lanes, reason)

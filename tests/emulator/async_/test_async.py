@@ -197,6 +197,7 @@ def test_phases_tokens_and_counts(mode):
     ("body", "message"),
     [
         ("@%q mbarrier.init.shared.b64 [%r5], 0;", "expects 1 to 1048575 arrivals, not 0"),
+        ("@%q mbarrier.init.shared.b64 [%r5], 1048576;", "expects 1 to 1048575 arrivals, not 1048576"),
         ("mbarrier.init.shared.b64 [%r5], 1;", r"thread \(1,0,0\): the mbarrier at byte 2048 .* initialised already"),
         ("mbarrier.arrive.shared.b64 _, [%r5];", r"thread \(0,0,0\): there is no initialised mbarrier"),
         ("@%q mbarrier.init.shared.b64 [%r5], 2; @%q mbarrier.arrive.shared.b64 _, [%r5], 3;", "expects 2 more"),
@@ -215,6 +216,14 @@ def test_misused_mbarriers(body, message):
         outcome(body + "\n")
 
 
+def test_an_mbarrier_may_expect_the_most_arrivals():
+    body = """@!%q bra END; mbarrier.init.shared.b64 [%r5], 1048575; mbarrier.arrive.shared.b64 %x5, [%r5];
+    mbarrier.pending_count.b64 %s, %x5;
+    END:
+    """
+    assert outcome(body)[0][0] == 1048575
+
+
 def test_a_deadlock_names_waiter_barrier_and_phase_at_once():
     body = """@%q mbarrier.init.shared.b64 [%r5+8], 5;
     bar.sync 0;
@@ -224,7 +233,9 @@ def test_a_deadlock_names_waiter_barrier_and_phase_at_once():
     """
     for wait in ("try_wait", "test_wait"):
         text = module(body.replace("WAIT", wait))
-        with pytest.raises(Deadlock, match=r"phase 0 of the mbarrier at byte 2056 .*: 3 of 5 arrivals") as raised:
+        with pytest.raises(
+            Deadlock, match=r"phase 0 of the mbarrier at byte 2056 .*: 3 of 5 arrivals are missing$"
+        ) as raised:
             run_text(text, np.zeros(2, np.uint32), np.zeros(32, np.uint32), threads=2, max_steps=1000)
         assert f"k.ptx:{line_of(text, 'W: ')}: " in str(raised.value) and "and 1 more" in str(raised.value)
 
