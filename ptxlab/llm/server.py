@@ -237,7 +237,7 @@ class Server:
 
 def choose_tokens(requests: Sequence[Request], logits: Any) -> list[int]:
     """Choose the next token of each request from logits [n, V]; -1 where the largest of a row is not finite."""
-    tokens = logits.argmax(axis=-1)
+    tokens = logits.argmax(axis=1)
     adjusted = [i for i, request in enumerate(requests) if not request.sampling.takes_largest]
     for start in range(0, len(adjusted), _ROWS_AT_ONCE):
         rows = adjusted[start : start + _ROWS_AT_ONCE]
@@ -255,7 +255,7 @@ def _choose(requests: Sequence[Request], logits: Any) -> Any:
     uniform = np.array([[draw_share(request)] for request in requests])
     if gpu.is_device_array(logits):
         is_drawn, uniform = gpu.to_device(is_drawn), gpu.to_device(uniform)
-    return np.where(is_drawn, _draw_tokens(scores, uniform), scores.argmax(axis=-1))
+    return np.where(is_drawn, _draw_tokens(scores, uniform), scores.argmax(axis=1))
 
 
 def adjust_scores(requests: Sequence[Request], logits: Any) -> Any:
@@ -279,5 +279,5 @@ def draw_share(request: Request) -> float:
 
 def _draw_tokens(scores: Any, uniform: Any) -> Any:
     """Return tokens [n] at which the sum of the likelihoods of scores [n, V] passes a share [n, 1] of the whole."""
-    cumulative_shares = np.exp(scores - scores.max(axis=-1, keepdims=True)).cumsum(axis=-1)
-    return (cumulative_shares <= uniform * cumulative_shares[:, -1:]).sum(axis=-1)
+    cumulative_shares = np.exp(scores - scores.max(axis=1, keepdims=True)).cumsum(axis=1)
+    return (cumulative_shares <= uniform * cumulative_shares[:, -1:]).sum(axis=1)

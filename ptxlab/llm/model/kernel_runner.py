@@ -192,7 +192,7 @@ class KernelRunner(Runner):
         """
         if rows not in self._decode_steps:
             caches = self._caches(rows)
-            buffers = _share_workspace(self._decode_steps, self._buffers(caches[0]))
+            buffers = _share_workspace(self._decode_steps, self._buffers(caches))
             self._decode_steps[rows] = self._capture(_Step.of(buffers, caches, prompts=False))
         return self._decode_steps[rows]
 
@@ -204,9 +204,8 @@ class KernelRunner(Runner):
         if rows not in self._prompt_steps:
             takes_chunks = self.cache in CHUNKED
             caches = self._caches(self.batch if takes_chunks else rows)
-            buffers = _share_workspace(
-                self._prompt_steps, self._buffers(caches[0], tokens=rows if takes_chunks else None)
-            )
+            own_buffers = self._buffers(caches, tokens=rows if takes_chunks else None)
+            buffers = _share_workspace(self._prompt_steps, own_buffers)
             self._prompt_steps[rows] = self._capture(_Step.of(buffers, caches, prompts=takes_chunks))
         return self._prompt_steps[rows]
 
@@ -217,10 +216,11 @@ class KernelRunner(Runner):
         layers = zip(self._layers, self._pools, strict=True)
         return [self._cache(weights, pool, table, lengths) for weights, pool in layers]
 
-    def _buffers(self, cache: KVCache, tokens: int | None = None) -> LayerBuffers:
+    def _buffers(self, caches: Sequence[KVCache], tokens: int | None = None) -> LayerBuffers:
+        """Build the buffers that all layers share."""
         flags: dict[str, Any] = {"batch_invariant": self.batch_invariant, "programmatic": self._programmatic}
         flags["own_keys"] = tokens is not None and self.own_keys == "16-bit"
-        return LayerBuffers.empty(self._layers[0], cache, tokens=tokens, **flags)
+        return LayerBuffers.empty(self._layers[0], caches[0], tokens=tokens, **flags)
 
     def _capture(self, step: "_Step") -> "_Step":
         if self._on_gpu:

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,6 +13,7 @@ from ptxlab import emulator, gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.llm.model import FloatModel, KernelRunner, LayerInputs, NumpyRunner, QuantizedModel, generate
 from ptxlab.llm.model.generate import choose
+from ptxlab.llm.model.memory import Footprint
 from ptxlab.llm.model.numpy_runner import IntegerProduct
 from ptxlab.llm.model.reference import exact
 from ptxlab.llm.model.runner import OWN_KEYS
@@ -193,13 +195,26 @@ def test_weights_stay_in_a_layout_that_some_kernel_takes(layout: str) -> None:
     assert KernelRunner(model, 1, 20, backend="emulator")._layers[0] is model.layers[0]
 
 
-def test_operations_and_logits_are_those_of_the_launch_that_decodes_so_many_rows() -> None:
+def test_operations_and_logits_are_those_of_the_launch_that_decodes_so_many_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Launches have 1, 2, 4 rows, or all five."""
     runner = KernelRunner(quantized_model(), 5, 80, backend="emulator")
     assert [len(layer) for layer in runner.operations(3)] == [len(layer) for layer in runner.operations(5)]
     assert {*runner._decode_steps} == {4, 5}
     runner._decode_steps[4].normed[:] = np.arange(4)[:, None]
     assert runner.logits(3, lambda states: states)[:, 0].tolist() == [0, 1, 2]  # type: ignore[arg-type]
+    monkeypatch.setattr(runner, "_launch", lambda step: None)
+    runner.decode([5, 6, 7], [0, 1, 2])
+    assert {*runner._decode_steps} == {4, 5}
+
+
+def test_a_runner_that_the_card_has_no_room_for_is_refused() -> None:
+    runner = KernelRunner(quantized_model(), 2, 80, chunk=1, backend="emulator")
+    needed = Footprint.of_model(runner.model, 2, 80, chunk=1).total(runner.pages)
+    runner._require_room(SimpleNamespace(memory_bytes=needed, name="a card"))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"model: must fit the 1\.50 GB of a card \(got 1\.51 GB: "):
+        runner._require_room(SimpleNamespace(memory_bytes=needed - 1, name="a card"))  # type: ignore[arg-type]
 
 
 def test_a_step_writes_its_numbers_where_the_last_launch_left_others(monkeypatch: pytest.MonkeyPatch) -> None:
