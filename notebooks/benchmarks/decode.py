@@ -327,7 +327,7 @@ class SteadyBatch:
             lengths[self.sequences] >= PROMPT + NEW_TOKENS - 1, PROMPT - 1, lengths[self.sequences]
         )
         logits = self.runner.decode(self.tokens, self.sequences)
-        self.tokens = logits.argmax(axis=-1)
+        self.tokens = logits.argmax(axis=1)
         return logits
 
     def check(self) -> str:
@@ -449,7 +449,7 @@ def time_other_heads(runner: KernelRunner, B: int) -> dict[str, float]:
 
 
 def _choose_tokens(runner: KernelRunner, B: int, head: LMHead | None = None) -> Any:
-    return runner.logits(B, head).argmax(axis=-1)
+    return runner.logits(B, head).argmax(axis=1)
 
 
 def model_work(config: Config, weights: LayerWeights, B: int, tokens: int) -> list[Work]:
@@ -596,8 +596,8 @@ def time_rule(runner: KernelRunner, B: int) -> RuleTimes:
     ]
     _release_all(runner)
     for chunk in (chunks[0], chunks[-1])[: len(chunks)]:  # the last one may be smaller
-        runner.extend(chunk).argmax(axis=-1)
-    runner.decode(np.zeros(B, np.int32), sequences).argmax(axis=-1)
+        runner.extend(chunk).argmax(axis=1)
+    runner.decode(np.zeros(B, np.int32), sequences).argmax(axis=1)
     _release_all(runner)
     clock = Clock()
     with power() as watts:
@@ -605,11 +605,11 @@ def time_rule(runner: KernelRunner, B: int) -> RuleTimes:
         gpu.synchronize()
         begin = time.perf_counter()
         logits = [runner.extend(chunk) for chunk in chunks]
-        tokens = np.concatenate([chunk_logits.argmax(axis=-1) for chunk_logits in logits])
+        tokens = np.concatenate([chunk_logits.argmax(axis=1) for chunk_logits in logits])
         gpu.synchronize()
         after_prompts = time.perf_counter()
         for _ in range(NEW_TOKENS - 1):
-            tokens = runner.decode(tokens, sequences).argmax(axis=-1)
+            tokens = runner.decode(tokens, sequences).argmax(axis=1)
         gpu.synchronize()
         end = time.perf_counter()
         clock.stop()

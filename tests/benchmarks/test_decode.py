@@ -119,6 +119,7 @@ def test_times_of_mixes_are_of_all_layers() -> None:
     assert row.time_us == 12.0 and row.peers == {"fp16": 15.0, "fp8": 12.0}
     gemms = {"fp16 gemm_us": 9.0, "fp8 gemm_us": 4.5}
     assert row.more == {**gemms, "fp16 attention_us": 3.0, "fp8 attention_us": 6.0}
+    assert (row.sm_mhz, row.bytes, row.operations) == (0.0, 0, 0), "not looked at"
 
 
 @pytest.mark.full
@@ -280,7 +281,11 @@ def test_steps_in_four_bits(tiny_gpu: pytest.MonkeyPatch, system: str) -> None:
 def test_steps_and_prompts_with_weights_per_channel(tiny_gpu: pytest.MonkeyPatch) -> None:
     """Measure QServe's A100 setting: with our GEMM steps and the rule at each budget, with qoq_channel_sm80 steps."""
     tiny_gpu.setattr(models, "largest_batch", lambda config, gigabytes, tokens, **_: 1 if gigabytes < 100 else 2)
-    rows = [*models.system_rows(TINY, "channel", (1, 2, 4), {}, CEILINGS, lambda _: None)]
+    progress: list[str] = []
+    rows = [*models.system_rows(TINY, "channel", (1, 2, 4), {}, CEILINGS, progress.append)]
+    assert progress == [f"tiny{text}: channel" for text in (", batch 1", ", batch 2")] + [
+        f"tiny: {B} prompts, channel" for B in (1, 2)
+    ]
     places = [(row.measure, row.sizes["B"], row.sizes["L"]) for row in rows]
     rule = [("generate per channel", 1, 80), ("generate per channel", 2, 141)]
     assert places == [("per channel", 1, 4), ("per channel", 2, 4), *rule]
@@ -377,6 +382,23 @@ def test_budgets_larger_than_the_card_are_not_measured(
     assert plan.budgets[80] == room
 
 
+def test_nothing_is_measured_where_the_card_has_no_room_for_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "device_info", lambda: SimpleNamespace(memory_bytes=6.1 * 10**9))
+    assert models.ModelPlan.of(Config.named("LLaMA-2-7B"), models.ModelSelection()) == models.ModelPlan((), {})
+
+
+def test_a_pool_has_pages_for_four_prompts_whose_first_token_is_timed(tiny_gpu: pytest.MonkeyPatch) -> None:
+    runners: list[tuple[int, ...]] = []
+
+    def first_token_times(runner: KernelRunner, *of: int) -> tuple[list[float], list[float]]:
+        runners.append((runner.batch, runner.context, runner.chunk, runner.pages, *of))
+        return [1.0], [2.0]
+
+    tiny_gpu.setattr(models, "first_token_times", first_token_times)
+    list(models.first_token_rows(TINY, {}, lambda _: None))
+    assert runners == [(1, 2064, 8, 4 * 32, 2000, 29)]
+
+
 @pytest.mark.parametrize("config", models.MODELS, ids=lambda config: config.name)
 def test_ours_takes_its_share_of_eight_minutes(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps and QServe's rule take at most 200 s on an H200.
@@ -406,9 +428,11 @@ def test_mixes_are_composed_at_their_best_batch() -> None:
     mixes_us = {
         B: dict.fromkeys(("fp16/sdpa", "fp8_row/sdpa"), us) for B, us in ((16, 100.0), (64, 150.0), (256, 160.0))
     }
-    rates = models.composed_rates(config, ("fp16", "fp8_row"), 80, mixes_us, {"fp16": 3.0}, {16: 50.0})
+    rates = models.composed_rates(config, ("fp16", "fp8_row"), 80, mixes_us, {"fp16": 3.0}, {16: 70.0, 60: 50.0})
     assert models.mix_batches(config, ("fp16",), 80)["fp16/sdpa"] == 80  # 256 do not fit
-    assert rates == {"fp16/sdpa": (64 * 3.0 + 512 * (150.0 + 50.0), 64)}  # prompts of the other were not measured
+    assert rates == {
+        "fp16/sdpa": (64 * 3.0 + 512 * (150.0 + 50.0), 64)
+    }  # prompts of the other were not measured; 60 is near
 
 
 def test_each_model_gets_what_was_asked_for_and_what_there_is(tiny_gpu: pytest.MonkeyPatch) -> None:
