@@ -227,6 +227,7 @@ def test_int4_becomes_the_upper_half_of_bytes(mask: str, shift: int, expected: s
         ("selp.b32 %w, %u, %a, %q; mov.b32 %y, %v;", "refuted"),
         ("mov.b32 %w, %u; mov.b32 %y, %v;", "proved"),
         ("mov.b32 %w, %a; mov.b32 %y, %b;", "refuted"),
+        ("selp.b32 %w, %a, %b, %q; selp.b32 %y, %b, %a, %q;", "refuted"),  # INT8 alone
     ],
 )
 def test_words_of_an_operand_are_int4_or_int8_together(words: str, expected: str, tmp_path: Path) -> None:

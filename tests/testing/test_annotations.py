@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab.emulator import Note, remedy_of
+from ptxlab.emulator import Finding, Note, remedy_of
 from ptxlab.errors import Deadlock, MemoryFault, PtxlabError
 from ptxlab.testing import annotations
 
@@ -24,6 +24,12 @@ def test_an_error_is_at_the_first_place_of_its_message(error: PtxlabError, path:
     annotation = annotations.of_error(error, "k.cu")
     assert (annotation.path, annotation.line) == (path, line)
     assert f"::error file={path},line={line}," in annotations.render("github", [annotation])
+
+
+def test_a_finding_is_an_error_of_its_kind_at_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    finding = Finding("race", str(tmp_path / "k.cu"), 3, "x[0] = 1;", (0, 0, 0), (1, 0, 0), None, {}, "with thread 0")
+    assert annotations.of_finding(finding) == annotations.Annotation("race", "k.cu", 3, str(finding))
 
 
 def test_a_note_is_no_error() -> None:
