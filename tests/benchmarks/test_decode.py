@@ -390,8 +390,8 @@ def test_nothing_is_measured_where_the_card_has_no_room_for_a_sequence(monkeypat
 def test_a_pool_has_pages_for_four_prompts_whose_first_token_is_timed(tiny_gpu: pytest.MonkeyPatch) -> None:
     runners: list[tuple[int, ...]] = []
 
-    def first_token_times(runner: KernelRunner, *of: int) -> tuple[list[float], list[float]]:
-        runners.append((runner.batch, runner.context, runner.chunk, runner.pages, *of))
+    def first_token_times(runner: KernelRunner, *prompt: int) -> tuple[list[float], list[float]]:
+        runners.append((runner.batch, runner.context, runner.chunk, runner.pages, *prompt))
         return [1.0], [2.0]
 
     tiny_gpu.setattr(models, "first_token_times", first_token_times)

@@ -139,13 +139,13 @@ def test_the_format_holds_the_values_and_fits_s8(name: str) -> None:
                 assert not weight.overflows().any()
 
 
-@pytest.mark.parametrize("kept", [0, 32])
-def test_atoms_rows_hold_the_values(kept: int) -> None:
+@pytest.mark.parametrize("outliers", [0, 32])
+def test_atoms_rows_hold_the_values(outliers: int) -> None:
     w, _ = problem(4, 96, np.float32)
-    grid = SymmetricGrid(w, 32, kept=kept)
+    grid = SymmetricGrid(w, 32, kept=outliers)
     rounded = recipe.round_to_nearest(w, None, grid)
     rows = grid.weight(rounded.q, rounded.constants)
-    assert rows is not None and (rows.q4.shape, rows.q8.shape) == ((4, 96 - kept), (4, kept))
+    assert rows is not None and (rows.q4.shape, rows.q8.shape) == ((4, 96 - outliers), (4, outliers))
     np.testing.assert_array_equal(rows.dequantize(), rounded.values)
 
 
@@ -157,10 +157,10 @@ def test_what_atoms_kernels_do_not_take_is_no_weight(how: dict[str, Any]) -> Non
     assert grid.weight(rounded.q, rounded.constants) is None
 
 
-@pytest.mark.parametrize(("group", "kept"), [(64, 0), (32, 16), (32, 96), (None, 96)])
-def test_columns_that_make_no_whole_groups_are_refused(group: int | None, kept: int) -> None:
-    with pytest.raises(ArgumentError, match=rf"w: K less {kept} must be a multiple of the group \(got K=96, "):
-        SymmetricGrid(problem(4, 96)[0], group, kept=kept)
+@pytest.mark.parametrize(("group", "outliers"), [(64, 0), (32, 16), (32, 96), (None, 96)])
+def test_columns_that_make_no_whole_groups_are_refused(group: int | None, outliers: int) -> None:
+    with pytest.raises(ArgumentError, match=rf"w: K less {outliers} must be a multiple of the group \(got K=96, "):
+        SymmetricGrid(problem(4, 96)[0], group, kept=outliers)
 
 
 @pytest.mark.parametrize("name", ["lqq", "qoq", "channel"])
