@@ -336,9 +336,9 @@ def _table(key: tuple[str, ...], rows: Sequence[Row]) -> tuple[str, list[str], l
 
 
 def _label(row: Row) -> str:
-    """Return the kernels of a row, without the call's name where a Python call chose them.
+    """Label a row `KERNEL.SOURCE`, or by the kernels that a Python call chose, without the call's name.
 
-    For example `small_sm90, sm90` of `gemm_w4a8`.
+    The latter are for example `small_sm90, sm90` of `gemm_w4a8`.
     """
     if not row.face:
         return f"{row.kernel}.{row.source}"

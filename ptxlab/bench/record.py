@@ -73,13 +73,13 @@ class Row:
     @property
     def key(self) -> tuple[object, ...]:
         """Fields that identify the measurement across records."""
-        shape = tuple(sorted(self.sizes.items())), tuple(sorted(self.config.items()))
-        return self.face or self.kernel, self.source, self.measure, self.activations, *shape
+        sizes_and_constants = tuple(sorted(self.sizes.items())), tuple(sorted(self.config.items()))
+        return self.face or self.kernel, self.source, self.measure, self.activations, *sizes_and_constants
 
     def __str__(self) -> str:
-        shape = [f"{n}={v}" for n, v in {**self.sizes, **self.config}.items()]
-        shape += [self.activations] if self.activations else []
-        return f"{self.kernel}.{self.source} {self.measure} ({', '.join(shape)})"
+        settings = [f"{n}={v}" for n, v in {**self.sizes, **self.config}.items()]
+        settings += [self.activations] if self.activations else []
+        return f"{self.kernel}.{self.source} {self.measure} ({', '.join(settings)})"
 
 
 @dataclass(frozen=True)

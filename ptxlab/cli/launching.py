@@ -280,8 +280,8 @@ def _solve_spec(
     names_with_shape = {arg.name for arg in spec.args if arg.shape}
     sizes = {name: _size(spec, name, array) for name, array in arrays.items() if name not in names_with_shape}
     inputs = {name: array for name, array in arrays.items() if name in names_with_shape}
-    constants = output_variant(spec, None)
-    return runtime.solve_launch(spec, source, inputs, sizes=sizes, unchecked=unchecked, overrides=constants)
+    output_constants = output_variant(spec, None)  # of the first dtype that the outputs may have
+    return runtime.solve_launch(spec, source, inputs, sizes=sizes, unchecked=unchecked, overrides=output_constants)
 
 
 def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int | float:

@@ -26,6 +26,7 @@ def sanitize(
     if unknown_tools := [candidate for candidate in tools if candidate not in sanitizer.TOOLS]:
         raise expects("--tool", f"some of {', '.join(sanitizer.TOOLS)}, or all", unknown_tools[0])
     chains = registry.entries("chains")
+    # None stands for a file without a spec, which is refused
     specs = [spec for name in names if name not in chains for spec, *_ in registry.resolve_all(name)]
     chosen = [spec.label for spec in specs if spec is not None]
     if len(chosen) < len(specs):

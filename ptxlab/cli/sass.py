@@ -97,7 +97,7 @@ def sass(
 
     macros = parse_defines("-D", define or [])
     named_kernels = [
-        (sources[0].label + (spec.suffix if spec else ""), sources[0], entry, macros or _variant(spec))
+        (sources[0].label + (spec.suffix if spec else ""), sources[0], entry, macros or _constants_of_form(spec))
         if spec
         else _file_kernel(with_build(sources[0], include or (), std), entry, arch, macros)
         for target in targets
@@ -163,8 +163,8 @@ def _file_kernel(source: Source, entry: str | None, arch: str, defines: dict[str
     return f"{source.label}:{name or mangled.name_of(entry)}", source, entry, defines
 
 
-def _variant(spec: KernelSpec | None) -> dict[str, int]:
-    """Return the constants of a form at its last example.
+def _constants_of_form(spec: KernelSpec | None) -> dict[str, int]:
+    """Return the constants of a form, one of a kernel's several contracts, at its last example.
 
     Return none for other kernels, whose sources have their own.
     """

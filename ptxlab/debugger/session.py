@@ -183,7 +183,7 @@ class Session:
         """Make a breakpoint where instructions of a line begin, at each place that the compiler has put them."""
         code = self.code
         paths = dict.fromkeys(instruction.path for instruction in code)
-        path = self.kernel.source.path
+        path = self.kernel.source.path  # unless `file` names another source
         if file:
             path = next((p for p in paths if p == file or Path(p).name == Path(file).name), "")
             if not path:

@@ -142,13 +142,14 @@ def _info(device: int) -> DeviceInfo:
         memory_bytes=properties["totalGlobalMem"],
         shared_bytes=properties["sharedMemPerBlockOptin"],
         shared_bytes_per_sm=properties["sharedMemPerMultiprocessor"],
-        driver=_driver(),
+        driver=_read_driver_version(),
         cupy=cupy.__version__,
     )
 
 
 @cache
 def _why_no_gpu() -> str | None:
+    """Return why no GPU can be used: the driver, a package or a device is missing or unfit; None if one can."""
     cuda = _driver_cuda_version()
     if cuda is None:
         return "no NVIDIA driver found"
@@ -194,7 +195,7 @@ def _driver_cuda_version() -> int | None:
     return None if cuda.cuDriverGetVersion(ctypes.byref(version)) else version.value
 
 
-def _driver() -> str:
+def _read_driver_version() -> str:
     try:
         match = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", _DRIVER_FILE.read_text(encoding="utf-8"))
     except OSError:

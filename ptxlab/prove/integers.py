@@ -64,13 +64,13 @@ class Integer:
     # Arithmetic. The limits of a result are those of the operands' extremes.
 
     def __add__(self, other: Operand) -> "Integer":
-        return self._combine(other, lambda a, b: a + b, lambda a, b: a + b)
+        return self._combine(other, lambda a, b: a + b)
 
     def __sub__(self, other: Operand) -> "Integer":
-        return self._combine(other, lambda a, b: a - b, lambda a, b: a - b)
+        return self._combine(other, lambda a, b: a - b)
 
     def __mul__(self, other: Operand) -> "Integer":
-        return self._combine(other, lambda a, b: a * b, lambda a, b: a * b)
+        return self._combine(other, lambda a, b: a * b)
 
     def __radd__(self, other: int) -> "Integer":
         return Integer.of(other) + self
@@ -88,7 +88,7 @@ class Integer:
         return self.where(self >= 0, -self)
 
     def __floordiv__(self, other: Operand) -> "Integer":
-        divisor = _positive(other)
+        divisor = _require_divisor(other)
         low, high = self.low // divisor, self.high // divisor
         if divisor & divisor - 1 == 0:
             return Integer(self.bits >> (divisor.bit_length() - 1), low, high)
@@ -97,7 +97,7 @@ class Integer:
         return Integer(z3.If(a < 0, -((-a + b - 1) / b), a / b), low, high)
 
     def __mod__(self, other: Operand) -> "Integer":
-        divisor = _positive(other)
+        divisor = _require_divisor(other)
         if self.low >= 0 and self.high < divisor:
             return self
         if divisor & divisor - 1 == 0:
@@ -106,10 +106,10 @@ class Integer:
         return Integer(remainder.bits, 0, divisor - 1)
 
     def __lshift__(self, other: Operand) -> "Integer":
-        return self * (1 << _number(other))
+        return self * (1 << _require_shift_count(other))
 
     def __rshift__(self, other: Operand) -> "Integer":
-        return self // (1 << _number(other))
+        return self // (1 << _require_shift_count(other))
 
     def __and__(self, other: Operand) -> "Integer":
         return self._bitwise(other, lambda a, b: a & b)
@@ -164,11 +164,10 @@ class Integer:
         width = max(self.bits.size(), right.bits.size())
         return self.extend_to(width), right.extend_to(width)
 
-    def _combine(
-        self, operand: Operand, limit: Callable[[int, int], int], compute: Callable[[Any, Any], Any]
-    ) -> "Integer":
+    def _combine(self, operand: Operand, compute: Callable[[Any, Any], Any]) -> "Integer":
+        """Compute a sum, difference or product of bitvectors, and its limits by `compute` on the operands' limits."""
         right = Integer.of(operand)
-        extremes = [limit(a, b) for a in (self.low, self.high) for b in (right.low, right.high)]
+        extremes = [compute(a, b) for a in (self.low, self.high) for b in (right.low, right.high)]
         low, high = min(extremes), max(extremes)
         width = max(Integer.of(low).bits.size(), Integer.of(high).bits.size(), self.bits.size(), right.bits.size())
         return Integer(compute(self.extend_to(width), right.extend_to(width)), low, high)
@@ -186,14 +185,14 @@ class Integer:
         return compute(*self._same_width(Integer.of(operand)))
 
 
-def _number(operand: Operand) -> int:
+def _require_shift_count(operand: Operand) -> int:
     number = operand if isinstance(operand, int) else operand.low if operand.low == operand.high else None
     if number is None or number < 0:
         raise ValueError("a shift takes a constant count")
     return number
 
 
-def _positive(operand: Operand) -> int:
+def _require_divisor(operand: Operand) -> int:
     number = operand if isinstance(operand, int) else operand.low if operand.low == operand.high else 0
     if number <= 0:
         raise ValueError("a divisor has to be a positive constant")

@@ -345,15 +345,17 @@ def launch_file(
     if not outputs:
         raise ArgumentError(kernel.source.label, "a kernel that stores to one of its arguments", "none")
 
-    def arrays(model: Mapping[str, int]) -> Arrays:
-        bytes_by_label: Arrays = {}
+    def build_arguments(model: Mapping[str, int]) -> Arrays:
+        """Build each argument by its label from a counterexample: a buffer as bytes, a scalar as a number."""
+        arguments_by_label: Arrays = {}
         for (name, argument), parameter, label in zip(arguments.items(), entry.params, kernel.parameters, strict=True):
             if isinstance(argument, Buffer):
                 size = ceil_div(1 + max(argument.content, default=0), 16) * 16
-                bytes_by_label[label] = np.array([model.get(f"{name} byte {at}", 0) for at in range(size)], np.uint8)
+                content = [model.get(f"{name} byte {at}", 0) for at in range(size)]
+                arguments_by_label[label] = np.array(content, np.uint8)
             else:
-                bytes_by_label[label] = np.array(model.get(name, 0), f"u{parameter.size}")
-        return bytes_by_label
+                arguments_by_label[label] = np.array(model.get(name, 0), f"u{parameter.size}")
+        return arguments_by_label
 
     geometry_options = " ".join(f"--{n} {','.join(map(str, v))}" for n, v in (("grid", grid), ("block", block)))
     return SymbolicLaunch(
@@ -364,7 +366,7 @@ def launch_file(
         bits=8,
         trace=trace,
         count=None,
-        arrays=arrays,
+        arrays=build_arguments,
         command=f"ptxlab run {_target(kernel)} {geometry_options}",
     )
 

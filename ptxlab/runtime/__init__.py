@@ -153,7 +153,7 @@ class Kernel:
 
     @cached_property
     def varies(self) -> bool:
-        """True if the schedule can change the result: the kernel has asynchronous operations or stores to flags."""
+        """True if the schedule can change the result: an operation is asynchronous, relaxed, volatile or a release."""
         entry = self.module.entries[self.entry]
         strong_orders = {"relaxed", "volatile", "release"}
         return entry.is_asynchronous or any(strong_orders & {*i.opcode.split(".")} for i in entry.instructions)

@@ -334,15 +334,15 @@ def _copies(arguments: Sequence[Any]) -> list[Any]:
 
 
 def _compare(
-    first: Sequence[Any],
-    second: Sequence[Any],
+    first_arguments: Sequence[Any],
+    second_arguments: Sequence[Any],
     target: Target,
     settings: Settings,
     first_schedule: Schedule,
     second_schedule: Schedule,
 ) -> None:
-    """Raise CheckFailed if two schedules leave different bytes."""
-    arrays, second_arrays = _arrays_by_name(target, first), _arrays_by_name(target, second)
+    """Raise CheckFailed for the first array in which two schedules have left different bytes."""
+    arrays, second_arrays = _arrays_by_name(target, first_arguments), _arrays_by_name(target, second_arguments)
     for difference in first_differences(arrays, second_arrays, (first_schedule, second_schedule)):
         message = f"{target.label}: {difference}"
         note = Annotation(CHECK, *settings.place(target.kernel.source.path), message, settings.test)

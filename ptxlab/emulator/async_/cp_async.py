@@ -95,7 +95,7 @@ class Copies(Effect):
         self.source_units = None
 
     def reduce(self, memory: Memory) -> None:
-        """Combine source and target entry by entry, as two entries may share a target."""
+        """Combine source and target one copy after another, as two copies may share a target."""
         assert self.combine is not None and self.source_units is not None
         view, dtype = memory.arena.view(DTYPES[self.type_name]), DTYPES[self.type_name]
         values, start = np.ascontiguousarray(self.source_units).view(np.uint8).view(dtype), 0

@@ -143,7 +143,7 @@ class Divergence(Check):
                 )
 
     def enter_execution(self, warp: int, new: Execution) -> None:
-        """Match lanes of a warp with its open executions; open a new one for those that are the first there."""
+        """Add a warp's lanes to its open executions, or open one; report lanes that one elsewhere still awaits."""
         executions = self.open.setdefault(warp, [])
         remaining_lanes = new.lanes
         for execution in executions:

@@ -25,7 +25,7 @@ class Shadow:
 
     @property
     def by_byte(self) -> Array:
-        """Numbers of all bytes, one by one."""
+        """The number of each byte of memory, in the order of addresses."""
         return self.cells.repeat(self.grain)
 
     def rows(self, unit: int) -> Array:

@@ -169,7 +169,7 @@ class _Parser(Cursor):
     def parameter(self) -> None:
         if self.word(".param") != ".param":
             self.fail("expected .param")
-        param = self.variable("param", *self.kind("param"))
+        param = self.variable("param", *self.type_and_alignment("param"))
         param.offset = ceil_div(self.entry.param_bytes, param.align) * param.align
         self.entry.params.append(param)
         self.declare(param.name, param)
@@ -282,9 +282,9 @@ class _Parser(Cursor):
 
     def variables(self, space: str) -> None:
         """Read variables of a state space, after its name: `.align 4 .b32 x, y[3] = {1, 2};`."""
-        kind = self.kind(space)
+        type_name, align, vector = self.type_and_alignment(space)
         while True:
-            variable = self.variable(space, *kind)
+            variable = self.variable(space, type_name, align, vector)
             if space in ("global", "const"):
                 self.result.variables.append(variable)
                 self.bytes += variable.size
@@ -305,7 +305,7 @@ class _Parser(Cursor):
                 return
             self.expect(",")
 
-    def kind(self, space: str) -> tuple[str, int, int]:
+    def type_and_alignment(self, space: str) -> tuple[str, int, int]:
         """Read (type, alignment, elements of a vector) of `.align 8 .b8`, `.u64 .ptr .global .align 16`."""
         align, type_name, vector = 0, "", 1
         while self.token.startswith("."):
@@ -574,10 +574,10 @@ class _Parser(Cursor):
 
     def formal(self) -> str:
         if self.accept(".reg"):
-            self.kind("reg")
+            self.type_and_alignment("reg")
             return self.word("a name")
         self.expect(".param")
-        return self.variable("param", *self.kind("param")).name
+        return self.variable("param", *self.type_and_alignment("param")).name
 
     def resolve_labels(self, operand: Operand, scope: Scope, instruction: Instruction) -> Operand:
         """Replace the names in an operand by the labels that they stand for."""

@@ -145,14 +145,16 @@ def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: boo
         for column in element_offsets.T:
             for watcher in watchers:
                 watcher.load(access, lanes, column)
-        values = view[element_offsets // size].view(DTYPES[fragment.register]).reshape(len(element_offsets), -1)
-        for write, column in zip(writers, values.T, strict=True):
-            write(lanes, column)
+        elements_read = view[element_offsets // size]  # [lanes, elements]
+        words = elements_read.view(DTYPES[fragment.register]).reshape(len(elements_read), -1)  # [lanes, registers]
+        for write, register_values in zip(writers, words.T, strict=True):
+            write(lanes, register_values)
 
     def store(lanes: Lanes) -> None:
         element_offsets = offsets(lanes)
-        columns = np.broadcast_arrays(*[read(lanes) for read in readers], element_offsets[:, 0])[:-1]
-        values = np.ascontiguousarray(np.stack(columns, axis=1)).view(fragment.dtype).reshape(len(element_offsets), -1)
+        register_values = np.broadcast_arrays(*[read(lanes) for read in readers], element_offsets[:, 0])[:-1]
+        words = np.ascontiguousarray(np.stack(register_values, axis=1))  # [lanes, registers]
+        values = words.view(fragment.dtype).reshape(len(words), -1)  # [lanes, elements]
         for place, element_values in zip(element_offsets.T, values.T, strict=True):
             for watcher in watchers:
                 watcher.store(access, lanes, place, element_values)

@@ -79,7 +79,7 @@ class ClusterBarriers(Unit):
             yield cluster, indices[clusters == cluster]
 
     def complete_if_due(self, cluster: int) -> None:
-        """Complete the phase if everybody has arrived."""
+        """Complete the cluster's phase if all of its threads that have not ended have arrived."""
         lanes = slice(cluster * self.size, (cluster + 1) * self.size)
         is_alive = self.machine.alive[lanes]
         if not is_alive.any() or (self.arrivals[lanes][is_alive] <= self.phase[cluster]).any():

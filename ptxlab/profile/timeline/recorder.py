@@ -29,7 +29,7 @@ def record(
     *,
     backend: str | None = None,
 ) -> Timeline:
-    """Run a kernel once with its stamps, on an example.
+    """Run a kernel with its stamps on an example; on a GPU, time it with and without them first.
 
     Args:
         spec: the kernel.
