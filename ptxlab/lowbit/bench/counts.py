@@ -27,7 +27,7 @@ _MMA_WEIGHTS, _MMA_TOKENS = 128, 64
 
 
 def record_path(name: str = ARCH) -> Path:
-    """Return the path of the shipped counts."""
+    """Return the path of shipped counts: of all kernels, or of main loops on other GPUs (`mma_sync`)."""
     return sources.results_dir() / "sass" / f"{name}.json"
 
 

@@ -154,7 +154,7 @@ def counted_banks(*specs: KernelSpec) -> list[dict[str, float]]:
 
 
 def _bank_figures(spec: KernelSpec, source: Source) -> dict[str, float]:
-    """Return the counts per warp and tile of the bank model and, where ncu may count, of ncu."""
+    """Return wavefronts and bank conflicts per warp and tile: by the bank model and, where it may count, by ncu."""
     warps = 4 * BANK_TILES
     figures = {f"{name}_per_warp_model": count / warps for name, count in modelled_banks(spec, source).items()}
     with contextlib.suppress(UnavailableError):  # the record then holds the model's figures alone

@@ -87,7 +87,7 @@ def sums() -> Iterator[Claim]:
         subject="unsigned LQQ's epilogue",
         name="removes 128 from every byte",
         text="s32 arithmetic: sum of (w + 128)*x minus 128 * (sum of x) is the sum of w*x, if that fits s32",
-        build=_epilogue,
+        build=_epilogue_removes_128,
     )
 
 
@@ -143,6 +143,7 @@ def _ones(rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 
 
 def _ends_decide() -> Query:
+    """Build the query that a nibble between two that are restored within s8 is so too."""
     import z3
 
     low, q, high, scale, offset = (z3.BitVec(name, 32) for name in ("low", "q", "high", "scale", "offset"))
@@ -157,6 +158,7 @@ def _ends_decide() -> Query:
 
 
 def _no_carry() -> Query:
+    """Build the query that q*scale + (128 + min) fits a byte if the restored weight is at most 127."""
     import z3
 
     q, scale, minimum = (z3.BitVec(name, 32) for name in ("q", "scale", "min"))
@@ -176,7 +178,8 @@ def _sum_fits(low: int, high: int, K: int, limit: int) -> Query:
     return Query(holds=z3.And(total >= -limit, total <= limit), assume=bounds, values={"K": terms, "sum": total})
 
 
-def _epilogue() -> Query:
+def _epilogue_removes_128() -> Query:
+    """Build the query that the epilogue, which subtracts 128 times the token sum, restores the sum of products."""
     import z3
 
     products, tokens = z3.BitVec("products", 64), z3.BitVec("tokens", 64)  # the two exact sums

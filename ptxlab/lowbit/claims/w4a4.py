@@ -56,7 +56,7 @@ def _rows(name: str, examples: tuple[int, ...]) -> Any:
     spec, (source, *_) = registry.find(name)
     rows = []
     for sizes in (spec.example_sizes[i] for i in examples):
-        config = spec.config_for(sizes)
-        entry = Kernel.of(spec, source, config).module.entries[name]
-        rows.append(reordering.row_of(entry, spec, {**sizes, **config}))
+        constants = spec.config_for(sizes)
+        entry = Kernel.of(spec, source, constants).module.entries[name]
+        rows.append(reordering.row_of(entry, spec, {**sizes, **constants}))
     return rows

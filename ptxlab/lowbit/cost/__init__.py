@@ -112,16 +112,17 @@ def schemes(names: str) -> list[Scheme]:
     scheme_by_slug = {scheme.slug: scheme for scheme in SCHEMES.values()}
     chosen_schemes: dict[str, Scheme] = {}
     for name in names.lower().split(","):
-        slug = "-".join(name.split())
+        scheme_slug = "-".join(name.split())
         family = {
             family_slug: scheme
             for family_slug, scheme in scheme_by_slug.items()
-            if family_slug.partition("-")[0] == slug
+            if family_slug.partition("-")[0] == scheme_slug
         }
-        if not family and slug not in scheme_by_slug:
-            near_names = difflib.get_close_matches(slug, [*scheme_by_slug, "w4a8"], n=3, cutoff=0.4) or scheme_by_slug
+        if not family and scheme_slug not in scheme_by_slug:
+            candidates = [*scheme_by_slug, "w4a8"]
+            near_names = difflib.get_close_matches(scheme_slug, candidates, n=3, cutoff=0.4) or scheme_by_slug
             raise ArgumentError("scheme", f"a known one; nearest: {', '.join(near_names)}", repr(name))
-        chosen_schemes |= family or {slug: scheme_by_slug[slug]}
+        chosen_schemes |= family or {scheme_slug: scheme_by_slug[scheme_slug]}
     return list(chosen_schemes.values())
 
 

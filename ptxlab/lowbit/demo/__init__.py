@@ -74,9 +74,9 @@ _QOQ = DemoScheme(
 )
 _QOQ_ZERO = DemoScheme(_QOQ.title, _QOQ.quantize, lambda q: {"q4": q.q4, "scale": q.group_scale, "zero": q.zero}, "qoq")
 _CHANNEL = DemoScheme("channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4})
-_SIGNED = DemoScheme("channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4.view(np.int8) - np.int8(8)})
-_NIBBLES = DemoScheme("channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4 ^ np.uint8(8)})
-_INT4 = DemoScheme(
+_CHANNEL_SIGNED = DemoScheme("channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4.view(np.int8) - np.int8(8)})
+_CHANNEL_SIGNED_NIBBLES = DemoScheme("channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4 ^ np.uint8(8)})
+_INT4_GROUPS = DemoScheme(
     f"INT4 g{GROUP}", lambda w: quant.quantize_int4(w, group=GROUP), lambda q: {"q4": q.q4, "scale": q.scale}
 )
 
@@ -88,11 +88,11 @@ SCHEMES: dict[str, DemoScheme] = {
     "dequant_qoq_presub": _QOQ_ZERO,
     "dequant_qoq_saturating": _QOQ_ZERO,
     "dequant_qoq_channel": _CHANNEL,
-    "dequant_int4_naive": _NIBBLES,
-    "dequant_comet": _SIGNED,
+    "dequant_int4_naive": _CHANNEL_SIGNED_NIBBLES,
+    "dequant_comet": _CHANNEL_SIGNED,
     "dequant_u4_f16": _CHANNEL,
     "dequant_u4_f16_subnormal": _CHANNEL,
-    "dequant_s4_f16": _INT4,
+    "dequant_s4_f16": _INT4_GROUPS,
 }
 
 

@@ -114,24 +114,29 @@ def _qoq_example(rng: np.random.Generator, *, R: int, K: int, g: int) -> Arrays:
 
 
 def _presub_example(rng: np.random.Generator, *, R: int, K: int, g: int) -> Arrays:
+    """Quantise random weights by QoQ; give the zero points themselves, not offsets."""
     w = quant.quantize_qoq(_weights(rng, R, K), group=g)
     return {"q4": w.q4, "scale": w.group_scale, "zero": w.zero}
 
 
 def _saturating_example(rng: np.random.Generator, *, R: int, K: int, g: int) -> Arrays:
+    """Quantise random weights by QoQ without a protective range; give the zero points."""
     w = quant.quantize_qoq(_weights(rng, R, K), group=g, protective_range=127)
     return {"q4": w.q4, "scale": w.group_scale, "zero": w.zero}
 
 
 def _plain_example(rng: np.random.Generator, *, R: int, K: int) -> Arrays:
+    """Draw random u4 without scales."""
     return {"q4": rng.integers(0, 16, size=(R, K), dtype=np.uint8)}
 
 
 def _signed_example(rng: np.random.Generator, *, R: int, K: int) -> Arrays:
+    """Draw random s4 without scales."""
     return {"q4": rng.integers(-8, 8, size=(R, K), dtype=np.int8)}
 
 
 def _int4_example(rng: np.random.Generator, *, R: int, K: int, g: int) -> Arrays:
+    """Quantise random weights symmetrically: s4 with a scale per group, not packed yet."""
     w = quant.quantize_int4(_weights(rng, R, K), group=g)
     return {"q4": w.q4, "scale": w.scale}
 

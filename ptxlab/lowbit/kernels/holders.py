@@ -46,7 +46,7 @@ class RegisterMap:
 
 @cache
 def arrivals(name: str) -> np.ndarray:
-    """Find the positions (64 row + column) that arrive in [thread, byte of its eight registers], [128, 32]."""
+    """Find the position (64 row + column) that a load kernel puts in each [thread, byte of its registers] [128, 32]."""
     spec, sources = registry.find(name)
     if spec.family != "load" or "T" not in spec.example_sizes[0]:
         raise ArgumentError("kernel", "a load_* kernel that writes the fragments of a tile", name)

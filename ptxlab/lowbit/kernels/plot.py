@@ -35,12 +35,13 @@ def load_figure(register_maps: Sequence[RegisterMap], accesses: Sequence[WarpAcc
         [[register_map.name, "banks"] for register_map in register_maps], width_ratios=(1.35, 1)
     )
     for register_map in register_maps:
-        _lane_tile(axes_by_panel[register_map.name], register_map)
-    _bank_grid(axes_by_panel["banks"], register_maps[0].name, accesses)
+        _draw_lanes(axes_by_panel[register_map.name], register_map)
+    _draw_banks(axes_by_panel["banks"], register_maps[0].name, accesses)
     return figure
 
 
-def _lane_tile(axes: Axes, register_map: RegisterMap) -> None:
+def _draw_lanes(axes: Axes, register_map: RegisterMap) -> None:
+    """Draw who holds warp 0's rows: lanes by colour, threads and registers as labels, red if the MMA wants others."""
     rows, columns = 16, 64
     lanes = register_map.thread[:rows, :columns] % 32
     axes.imshow(lanes, cmap="twilight", vmin=0, vmax=32, interpolation="nearest", aspect="auto")
@@ -59,7 +60,7 @@ def _lane_tile(axes: Axes, register_map: RegisterMap) -> None:
     axes.set_ylabel("output channel")
 
 
-def _bank_grid(axes: Axes, name: str, accesses: Sequence[WarpAccess]) -> None:
+def _draw_banks(axes: Axes, name: str, accesses: Sequence[WarpAccess]) -> None:
     """Draw one line per wavefront: the lanes whose words each of the 32 banks delivers."""
     fronts = [(access, front) for access in accesses for front in access.fronts]
     grid = np.full((len(fronts), 32), np.nan)

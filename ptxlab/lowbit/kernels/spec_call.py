@@ -119,7 +119,7 @@ class SpecCall:
         configs = [(spec, self.config(spec)) for spec in self.specs]
         sizes, programmatic = self.sizes, self.options.programmatic  # the call itself would keep its arrays alive
 
-        def plans() -> tuple[Plan, ...]:
+        def make_plans() -> tuple[Plan, ...]:
             return tuple(
                 Plan(spec, config, sizes, programmatic=programmatic and bool(spec.after_wait))
                 for spec, config in configs
@@ -127,7 +127,7 @@ class SpecCall:
 
         return Prepared(
             self.specs[-1].name,
-            plans,
+            make_plans,
             memory=self.memory,
             zero_buffers=self.zero_buffers,
             workspace_rules=self.workspace_rules,

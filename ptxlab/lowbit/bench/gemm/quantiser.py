@@ -31,7 +31,7 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
     """
     for K in sorted({layer.K for layer in LLAMA}):
         progress(f"quantize_activations, K = {K}")
-        x = _activations(max(_TOKENS), K)
+        x = _repeat_activations(max(_TOKENS), K)
         for M in _TOKENS:
             for order in ORDERS:
                 yield measure_quantiser(x[:M], order, ceilings)
@@ -64,7 +64,7 @@ def measure_quantiser(x: Any, order: str, ceilings: Ceilings) -> Row:
     )
 
 
-def _activations(M: int, K: int) -> Any:
-    """Draw random activations f16 [M, K] on the device."""
+def _repeat_activations(M: int, K: int) -> Any:
+    """Repeat `_DISTINCT` random activations to f16 [M, K] on the device."""
     distinct_rows = np.random.default_rng(0).standard_normal((_DISTINCT, K), dtype=np.float32).astype(np.float16)
     return np.tile(gpu.to_device(distinct_rows), (ceil_div(M, _DISTINCT), 1))[:M]

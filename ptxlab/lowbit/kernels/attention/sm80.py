@@ -90,6 +90,7 @@ def _example(
     blocks: int,
     softmax_scale: float,
 ) -> Arrays:
+    """Draw queries and a cache of random lengths; the number of blocks changes nothing."""
     lengths = common.draw_lengths(rng, B, P * page, pages, page)
     scheme = scheme_of(bits, channel)
     return {

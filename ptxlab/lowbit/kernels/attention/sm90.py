@@ -130,6 +130,7 @@ def _first_that_fits(shapes: list[tuple[int, int, int, int]], s: Sizes) -> Atten
 
 
 def _choose(s: Sizes) -> dict[str, int]:
+    """Choose the constants: the tile by the work, and sums promoted only where a warp may have many tokens."""
     tile = choose_tile(s)
     # Tokens of a warp, if one block has all of a unit.
     most_tokens = ceil_div(s["P"] * s["page"], TILE * tile.groups) * tile.TOKENS
@@ -138,6 +139,7 @@ def _choose(s: Sizes) -> dict[str, int]:
 
 
 def _choose_invariant(s: Sizes) -> dict[str, int]:
+    """Choose the constants that no batch or table changes."""
     return _constants(s, invariant_tile(s)) | {"PROMOTE": PROMOTE, "PART": PART, "MOST_PARTS": MOST_PARTS}
 
 

@@ -271,7 +271,8 @@ def _prepare(call: _GemmCall) -> Prepared:
     step, sizes = call.step, call.kernel_sizes
     needs_sum = step.needs_sum and not call.has_sum
 
-    def plans() -> tuple[Plan, ...]:
+    def make_plans() -> tuple[Plan, ...]:
+        """Plan the GEMM, after the launch that sums the tokens if it needs sums that are not given."""
         config = step.config(sizes, DTYPES.index(call.options.out_dtype), call.has_sum)
         buffer_names = dict(step.buffers)
         product = Plan(step.spec, config, sizes, programmatic=call.options.programmatic, named=buffer_names)
@@ -286,7 +287,7 @@ def _prepare(call: _GemmCall) -> Prepared:
         kernel=f"must be gemm_workspace(weight, {call.M})",
         size=f"must be gemm_workspace(weight, {call.M}) or larger",
     )
-    return Prepared(step.spec.name, plans, memory=_scratch_buffers(step, sizes), workspace_rules=rules)
+    return Prepared(step.spec.name, make_plans, memory=_scratch_buffers(step, sizes), workspace_rules=rules)
 
 
 def _on_host(call: _GemmCall) -> Results:

@@ -155,17 +155,17 @@ def _reference(
     OUT: int = INT32,
 ) -> np.ndarray:
     """Compute one GEMM after the other, each on its expert's rows; at least one expert has rows."""
-    outputs = []
+    expert_results = []
     for expert, weight in enumerate(weights):
         rows = slice(int(offsets[expert]), int(offsets[expert + 1]))
         if rows.start == rows.stop:
             continue
         inputs = x[rows], None if x_scale is None else x_scale[rows], None if bias is None else bias[expert]
         if isinstance(weight, TwoLevelWeight):
-            outputs.append(gemm(weight, *inputs, OUT=OUT))
+            expert_results.append(gemm(weight, *inputs, OUT=OUT))
         else:
-            outputs.append(gemm_channel(weight, *inputs, OUT=OUT))
-    return np.concatenate(outputs)
+            expert_results.append(gemm_channel(weight, *inputs, OUT=OUT))
+    return np.concatenate(expert_results)
 
 
 def _by_expert(args: Mapping[str, Arg]) -> tuple[Arg, ...]:

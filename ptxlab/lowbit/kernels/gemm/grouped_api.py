@@ -172,10 +172,10 @@ def _prepare(call: _GroupedCall) -> Prepared:
     if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
         raise UnavailableError(f"{NAME}: {spec.name}: {reason}")
 
-    def plans() -> tuple[Plan, ...]:
+    def make_plans() -> tuple[Plan, ...]:
         return (Plan(spec, call.config, call.sizes, programmatic=call.options.programmatic, named=buffer_names),)
 
-    return Prepared(spec.name, plans)
+    return Prepared(spec.name, make_plans)
 
 
 def _on_host(call: _GroupedCall) -> Results:

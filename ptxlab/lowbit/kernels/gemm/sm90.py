@@ -83,39 +83,41 @@ def _tiles(s: Sizes, tile: GemmTileSm90) -> int:
     return int(ceil_div(s["M"], tile.BM) * ceil_div(s["N"], 64 * tile.WN))
 
 
-def _shared_bytes(tile: GemmTileSm90, stages: int, cluster: int, group: int, dequantised: int = 0) -> int:
+def _shared_bytes(tile: GemmTileSm90, stages: int, cluster: int, group: int, dequantised_tiles: int = 0) -> int:
     """Count dynamic shared memory: the ring, dequantised tiles, and the epilogue's receive and store buffers."""
     weights = tile.BK * 32 + tile.BK // group * 128  # 64 rows in the dual-MMA layout
     stage = ceil_div(tile.BM * tile.BK + tile.WN * weights, 1024) * 1024
     received = (cluster - 1) * (tile.WN * tile.BM // 8 // cluster) * 2048
     stored_bytes = tile.WN * min(tile.BM, _STORE["STORE_TOKENS"]) * _STORE["STORE_PITCH"] * 4
-    return stages * stage + dequantised * 64 * tile.WN * 128 + received + stored_bytes
+    return stages * stage + dequantised_tiles * 64 * tile.WN * 128 + received + stored_bytes
 
 
-def _chooser(table: Table, names: tuple[str, ...], dequantised: int = 0) -> Callable[[Sizes], dict[str, int]]:
-    """Return a function that chooses the tile by tokens and rows."""
+def _chooser(table: Table, names: tuple[str, ...], dequantised_tiles: int = 0) -> Callable[[Sizes], dict[str, int]]:
+    """Return a function that chooses a kernel's constants: the tile by tokens and rows, then cluster and stages."""
 
     def choose(s: Sizes) -> dict[str, int]:
         tile = look_up_tile(table, s)
         if s["g"] == 32 and tile.BM == 8:  # the constants of so many groups do not fit two blocks' share of registers
             tile = replace(tile, resident=1)
-        return _constants(tile, s, names, dequantised)
+        return _choose_constants(tile, s, names, dequantised_tiles)
 
     return choose
 
 
-def _constants(tile: GemmTileSm90, s: Sizes, names: tuple[str, ...], dequantised: int = 0) -> dict[str, int]:
+def _choose_constants(
+    tile: GemmTileSm90, s: Sizes, names: tuple[str, ...], dequantised_tiles: int = 0
+) -> dict[str, int]:
     """Choose clusters of two if all blocks are resident even so, and as many stages as fit.
 
-    Returns the constants of a kernel by name.
+    Returns the constants that all kernels have and those of `names`.
     """
     cluster = 2 if 2 * _tiles(s, tile) <= _SMS * tile.resident else 1
     room_bytes = min(_SM_SHARED // tile.resident, _SM_SHARED - 1024) - _STATIC_SHARED
-    sizes = [_shared_bytes(tile, n, cluster, s["g"], dequantised) for n in range(1, _MOST_STAGES + 1)]
+    sizes = [_shared_bytes(tile, n, cluster, s["g"], dequantised_tiles) for n in range(1, _MOST_STAGES + 1)]
     constants = {
         "BM": tile.BM, "WN": tile.WN, "BK": tile.BK, "CLUSTER": cluster,
         "STAGES": sum(size <= room_bytes for size in sizes),
-        "TILES": dequantised, "RESIDENT": tile.resident, "GROUP": s["g"], "OUT": INT32,
+        "TILES": dequantised_tiles, "RESIDENT": tile.resident, "GROUP": s["g"], "OUT": INT32,
     }  # fmt: skip
     return {name: constants[name] for name in (*names, "BM", "STAGES", "CLUSTER", "GROUP", "OUT")} | _STORE
 
@@ -221,7 +223,7 @@ QOQ, LQQ, EXCP, IMFP, DYNAMIC = (
     _spec(
         "gemm_w4a8_lqq_excp_sm90",
         "explicit coarse-grained pipeline: warp groups load, dequantise, multiply (LiquidGEMM §5.1, +ExCP)",
-        choose=_chooser(_EXCP, ("WN", "TILES", "RESIDENT"), dequantised=2),
+        choose=_chooser(_EXCP, ("WN", "TILES", "RESIDENT"), dequantised_tiles=2),
         launch=_launcher(384),
         example=example_lqq,
     ),
@@ -246,9 +248,9 @@ _WGMMA_TOKENS = (8, 16, 32, 64, 128, 256)
 
 
 def _choose_tiles(s: Sizes) -> dict[str, int]:
-    """Choose the tile of the activations."""
+    """Choose the constants for activations in tiles of `rows` tokens."""
     tile = GemmTileSm90(s["rows"], 2, 256 if s["rows"] <= 128 else 128, 1)
-    return {**_constants(tile, s, ("BK", "RESIDENT")), "ORDER": 1}
+    return {**_choose_constants(tile, s, ("BK", "RESIDENT")), "ORDER": 1}
 
 
 # ImFP on activations in swizzled tiles: the same source, another variant, and x as it lies in memory.

@@ -144,7 +144,7 @@ def _atom(name: str, summary: str, scales: str, **fields: Any) -> KernelSpec:
     )
 
 
-_SIZES = ("K % 64 == 0", f"outliers in {quant.ATOM_OUTLIERS}", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31")
+_ATOM_RULES = ("K % 64 == 0", f"outliers in {quant.ATOM_OUTLIERS}", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31")
 
 S4 = KernelSpec(
     name="gemm_w4a4_s4_sm80",
@@ -171,7 +171,7 @@ OUTLIER = _atom(
     "8",
     launch=launcher(_ROW, _ROW, tail_bytes=4),
     choose=lambda s: choose(s, OUT=F32, SUM_PAD=SUM_PAD),
-    rules=_SIZES,
+    rules=_ATOM_RULES,
     example_sizes=sizes_rows("M N K outliers", (1, 8, 64, 0), (5, 40, 256, 128), (17, 72, 192, 64)),
 )
 ATOM = _atom(
@@ -180,7 +180,7 @@ ATOM = _atom(
     "ceil_div(K//g + 1, 8)*8",
     launch=launcher(_ROW + 4, _ROW + 4),
     choose=lambda s: choose(s, GROUP=s["g"], HALVES=0, OUT=F32, SUM_PAD=SUM_PAD),
-    rules=(f"g in {quant.ATOM_GROUPS}", "K % g == 0", *_SIZES),
+    rules=(f"g in {quant.ATOM_GROUPS}", "K % g == 0", *_ATOM_RULES),
     example_sizes=sizes_rows("M N K outliers g", (1, 8, 64, 0, 64), (5, 40, 256, 128, 128), (17, 72, 192, 64, 64)),
 )
 ATOM_HALVES = replace(

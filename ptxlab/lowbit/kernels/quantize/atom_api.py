@@ -284,12 +284,13 @@ def silu_mul_reorder_quantize(
     return _SILU_MUL(options, {"gate_up": gate_up}, place, out)
 
 
-def _plain(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> F32:
+def _plain_numbers(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> F32:
+    """Return x f32 as it is; raise ArgumentError if it is not finite."""
     extremes("x", numbers["x"])
     return numbers["x"]
 
 
-_REORDER = _Quantizer((REORDER, REORDER_BLOCK), fit_plain, _plain)
+_REORDER = _Quantizer((REORDER, REORDER_BLOCK), fit_plain, _plain_numbers)
 _RMSNORM = _Quantizer(
     (RMSNORM_REORDER, RMSNORM_REORDER_BLOCK), fit_normed, normed_numbers, disjoint=("x", "residual", "normed")
 )

@@ -24,11 +24,12 @@ from ptxlab.spec.dtypes import ByVariant, round_to_dtype
 
 
 def _choose(sizes: Sizes) -> dict[str, int]:
-    order = {"IN": 0, **layout_of(sizes), "ACTIVATION": int(sizes["activation"])}
-    return order | row_geometry(int(sizes["K"])) | {"CHUNKS": 1}
+    constants = {"IN": 0, **layout_of(sizes), "ACTIVATION": int(sizes["activation"])}
+    return constants | row_geometry(int(sizes["K"])) | {"CHUNKS": 1}
 
 
 def _example(rng: np.random.Generator, *, M: int, K: int, rows: int, span: int, activation: int) -> Arrays:
+    """Draw gate and up, whose product is stored in tiles of `rows` tokens and `span` channels."""
     gate_up = draw_activations(rng, M, 2 * K)
     return {"gate_up": gate_up, "rows": rows, "span": span, "activation": activation}
 

@@ -65,8 +65,8 @@ def sum_by_halves(x: F32) -> F32:
 
 
 def _choose(sizes: Sizes) -> dict[str, int]:
-    order = {"IN": 0, **layout_of(sizes), "RESIDUAL": int(sizes["added"]), "NORMED": int(sizes["kept"])}
-    return order | row_geometry(int(sizes["K"])) | {"CHUNKS": 1}
+    constants = {"IN": 0, **layout_of(sizes), "RESIDUAL": int(sizes["added"]), "NORMED": int(sizes["kept"])}
+    return constants | row_geometry(int(sizes["K"])) | {"CHUNKS": 1}
 
 
 def _example(

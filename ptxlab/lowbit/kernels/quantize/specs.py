@@ -108,6 +108,7 @@ def _choose(sizes: Sizes) -> dict[str, int]:
 
 
 def _example(rng: np.random.Generator, *, M: int, K: int, rows: int, span: int) -> Arrays:
+    """Draw activations, to be stored in tiles of `rows` tokens and `span` channels."""
     return {"x": draw_activations(rng, M, K), "rows": rows, "span": span}
 
 

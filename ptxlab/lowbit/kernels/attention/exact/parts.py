@@ -95,31 +95,33 @@ def _segment_batches(launch: AttentionLaunch, shares: Shares) -> list[slice]:
 
 
 def _merge_warps(launch: AttentionLaunch, warps: tiles.Warps, shares: Shares, segments: slice) -> Part:
-    """Combine the sums of each segment's warps; values in their units, less their zeros."""
+    """Combine the sums of each segment's warps, and take the zeros off the values."""
     warp_sums = (
         array.reshape(-1, launch.warps, *array.shape[1:]) for array in (warps.largest, warps.weights, warps.sums)
     )
     largest, weights, sums = warp_sums
-    values, zeros, unit = sums[:, :, : launch.D], sums[:, :, launch.D], 2.0**24  # integers were subnormals
-    units = np.zeros((launch.D, 1), np.float32, like=values) + np.float32(unit)
+    values, weighted_zeros = sums[:, :, : launch.D], sums[:, :, launch.D]  # by channel, zeros were 1
+    integer_factors = np.zeros((launch.D, 1), np.float32, like=values) + np.float32(2**24)  # for FP16 subnormals
     if launch.bits == 4:
-        units.reshape(-1, 2, 4)[:, 1] = unit / 16
-    weights = zeros if launch.by_channel else _sum_neighbours(launch, weights)
+        integer_factors.reshape(-1, 2, 4)[:, 1] = 2**20  # high nibbles, in their bytes
+    weights = weighted_zeros if launch.by_channel else _sum_neighbours(launch, weights)
     segment_largest = largest.max(axis=1)
     factor = launch.arithmetic.exp2(largest - segment_largest[:, None])
     total = np.zeros_like(values[:, 0])
     for w in range(launch.warps):
         total = launch.arithmetic.fma(values[:, w], factor[:, w, None], total)
     mul, sub = launch.arithmetic.mul, launch.arithmetic.sub
-    weights, zeros = _sum_halves(launch, mul(weights, factor)), _sum_halves(launch, mul(zeros, factor))[:, None]
+    weights = _sum_halves(launch, mul(weights, factor))
+    weighted_zeros = _sum_halves(launch, mul(weighted_zeros, factor))[:, None]
     if not launch.by_channel:
-        return Part(segment_largest, weights, sub(mul(total, units), zeros))
+        return Part(segment_largest, weights, sub(mul(total, integer_factors), weighted_zeros))
     assert launch.cache.v_channel is not None
     scale, zero = (
         constant[to_device_of(shares.head[segments], total)][..., None] for constant in launch.cache.v_channel
     )
-    zeros = mul(zeros, np.full_like(zero, 128) if launch.signed else zero)
-    return Part(segment_largest, weights, mul(sub(mul(total, units), zeros), scale))
+    zero = np.full_like(zero, 128) if launch.signed else zero  # signed values were read plus 128
+    weighted_zeros = mul(weighted_zeros, zero)
+    return Part(segment_largest, weights, mul(sub(mul(total, integer_factors), weighted_zeros), scale))
 
 
 def _sum_neighbours(launch: AttentionLaunch, x: Any) -> Any:

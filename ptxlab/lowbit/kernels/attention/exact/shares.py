@@ -49,26 +49,27 @@ class Shares:
         tiles = ceil_div(lengths, TILE) - begin
         pad = np.where(lengths > 0, np.maximum(EXTRA - tiles // 4, 0), 0)  # the cost of a unit of few tiles beside them
         units, cost = heads * splits, pad + tiles
-        piece = _block_share(cost, units, groups, blocks)
+        block_cost = _choose_block_cost(cost, units, groups, blocks)
 
         unit_sequence = np.repeat(np.arange(len(lengths)), units)  # the sequence of each unit
-        start = np.cumsum(cost[unit_sequence]) - tiles[unit_sequence]  # where a unit's tiles lie among all costs
+        unit_start = np.cumsum(cost[unit_sequence]) - tiles[unit_sequence]  # where a unit's tiles lie among all costs
         has_tiles = tiles[unit_sequence] > 0
-        unit_sequence, start = unit_sequence[has_tiles], start[has_tiles]
+        unit_sequence, unit_start = unit_sequence[has_tiles], unit_start[has_tiles]
         unit = np.tile(np.arange(units), len(lengths))[has_tiles]
-        pieces = np.full(len(unit_sequence), piece)
+        share_cost = np.full(len(unit_sequence), block_cost)  # of a block, or of a part, where each unit is cut
         if part:
-            start, pieces = np.zeros_like(start), np.maximum(part, ceil_div(tiles[unit_sequence], MOST_PARTS))
-        stop = start + tiles[unit_sequence]
-        parts = ceil_div(stop, pieces) - start // pieces
+            unit_start = np.zeros_like(unit_start)
+            share_cost = np.maximum(part, ceil_div(tiles[unit_sequence], MOST_PARTS))
+        unit_stop = unit_start + tiles[unit_sequence]
+        parts = ceil_div(unit_stop, share_cost) - unit_start // share_cost
 
         number = np.repeat(np.arange(len(unit_sequence)), parts)
         first, segment = np.cumsum(parts) - parts, np.arange(len(number))
-        piece_at = start[number] // pieces[number] + segment - first[number]
-        low = np.maximum(start[number], piece_at * pieces[number])
-        high = np.minimum(stop[number], (piece_at + 1) * pieces[number])
-        block = segment if part else piece_at
-        count, sequence = high - low, unit_sequence[number]
+        share_index = unit_start[number] // share_cost[number] + segment - first[number]
+        segment_start = np.maximum(unit_start[number], share_index * share_cost[number])
+        segment_stop = np.minimum(unit_stop[number], (share_index + 1) * share_cost[number])
+        block = segment if part else share_index
+        count, sequence = segment_stop - segment_start, unit_sequence[number]
         tiles_before = np.cumsum(count) - count  # tiles of the blocks before, and of this block's segments before
         first_of_block = np.searchsorted(block, block)  # its first segment
         return cls(
@@ -76,7 +77,7 @@ class Shares:
             head=unit[number] // splits,
             split=unit[number] % splits,
             number=number,
-            position=(begin[sequence] + low - start[number]) * TILE,
+            position=(begin[sequence] + segment_start - unit_start[number]) * TILE,
             tiles=count,
             turn=(tiles_before - tiles_before[first_of_block]) % groups,
             first=first,
@@ -84,10 +85,11 @@ class Shares:
         )
 
 
-def _block_share(cost: S64, units: int, groups: int, blocks: int) -> int:
-    """Compute the cost of one block's work."""
+def _choose_block_cost(cost: S64, units: int, groups: int, blocks: int) -> int:
+    """Choose the cost of every block's share: even, or whole units where all are alike and that costs little more."""
     max_cost = max(1, int(cost.max(initial=0)))
-    piece = max(groups, min(max_cost // 8, 8), ceil_div(int(cost.sum()) * units, blocks))
-    whole_units = ceil_div(len(cost) * units, blocks) * max_cost  # whole units alone, where all are alike
+    block_cost = max(groups, min(max_cost // 8, 8), ceil_div(int(cost.sum()) * units, blocks))
+    whole_units_cost = ceil_div(len(cost) * units, blocks) * max_cost
     costs_alike = bool((cost == max_cost).all())
-    return whole_units if costs_alike and piece <= whole_units <= piece + SLACK else piece
+    takes_whole_units = costs_alike and block_cost <= whole_units_cost <= block_cost + SLACK
+    return whole_units_cost if takes_whole_units else block_cost
