@@ -102,8 +102,8 @@ def _w4a8kv4() -> Iterator[AccuracyRow]:
     for group in (64, 32):
         full_recipe, ladder = RECIPES["lqq"].but(group=group), f"g{group}"
         yield AccuracyRow(ladder, "round to nearest", RECIPES["rtn"].but(group=group))
-        recipe = full_recipe.but(reorder=False, clip=None, gptq=False)
-        yield AccuracyRow(ladder, "groups", recipe)  # after the steps above
+        recipe = full_recipe.but(reorder=False, clip=None, gptq=False)  # rotated and smoothed already
+        yield AccuracyRow(ladder, "groups", recipe)
         yield AccuracyRow(ladder, "reordering", recipe := _copy_settings(recipe, full_recipe, ("reorder",)))
         yield AccuracyRow(ladder, "clipping", _copy_settings(recipe, full_recipe, ("clip",)))
         yield AccuracyRow(ladder, "GPTQ", full_recipe, repeats=True)

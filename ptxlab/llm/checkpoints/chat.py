@@ -45,15 +45,15 @@ class ChatTemplate:
         settings = read_object(config)
         extra_tokens = settings.get("extra_special_tokens")
         special_tokens: dict[str, str] = {}
-        unset_names: set[str] = set()
+        null_names: set[str] = set()
         special_tokens_map = {} if "added_tokens_decoder" in settings else read_object(path / _MAP)
         for part in (settings, special_tokens_map, extra_tokens if isinstance(extra_tokens, dict) else {}):
             tokens = {name: _content(token) for name, token in part.items() if name.endswith("_token")}
             special_tokens |= {name: token for name, token in tokens.items() if token is not None}
-            unset_names |= {name for name in tokens if part[name] is None}
-        tokens_unset = frozenset(unset_names - special_tokens.keys())
+            null_names |= {name for name in tokens if part[name] is None}
+        unset = frozenset(null_names - special_tokens.keys())
         if (path / _FILE).is_file():
-            return cls(read_text(path / _FILE), special_tokens, path / _FILE, tokens_unset)
+            return cls(read_text(path / _FILE), special_tokens, path / _FILE, unset)
         text = settings.get("chat_template")
         if isinstance(text, list):  # several by name
             text = next((entry.get("template") for entry in text if _is_default(entry)), None)
@@ -61,7 +61,7 @@ class ChatTemplate:
             raise FileError(
                 f"{config}: chat_template: must be a template, or a list of them by name (got {text!r:.40})"
             )
-        return None if text is None else cls(text, special_tokens, config, tokens_unset)
+        return None if text is None else cls(text, special_tokens, config, unset)
 
     @classmethod
     def from_gguf(cls, path: Path, metadata: Mapping[str, Any], *, begins: bool = False) -> Self | None:

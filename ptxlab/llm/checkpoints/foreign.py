@@ -104,7 +104,7 @@ class ForeignCheckpoint:
             modules.setdefault(module, {})[part] = tensor
         for module, parts in modules.items():
             if _MARKS & parts.keys():
-                self._add(f"{module}.weight", {part: parts.pop(part) for part in _PARTS & parts.keys()})
+                self._add_matrix(f"{module}.weight", {part: parts.pop(part) for part in _PARTS & parts.keys()})
             self.tensors |= {tensor.name: tensor for tensor in parts.values()}
         if (declared_format := self.declared[0].format) and not self.matrices:
             raise FileError(f"{self.path}: no matrix is quantised, where the config declares {declared_format}")
@@ -121,7 +121,7 @@ class ForeignCheckpoint:
         """
         matrix = self.matrices[name]
         with in_file(self.path), naming(name):
-            arrays = {part: self._array(tensor) for part, tensor in matrix.tensors.items()}
+            arrays = {part: self._read_array(tensor) for part, tensor in matrix.tensors.items()}
             return matrix.format.weight(matrix, arrays)
 
     def column_groups(self, name: str) -> Array:
@@ -129,7 +129,7 @@ class ForeignCheckpoint:
         matrix = self.matrices[name]
         with in_file(self.path), naming(name):
             parts = _INDICES & matrix.tensors.keys()
-            return _column_groups(matrix, {part: self._array(matrix.tensors[part]) for part in parts})
+            return _column_groups(matrix, {part: self._read_array(matrix.tensors[part]) for part in parts})
 
     def zero_biases(self) -> set[str]:
         """Find the biases of quantised matrices that are zero throughout: AutoGPTQ gives one to every matrix."""
@@ -140,8 +140,8 @@ class ForeignCheckpoint:
                 zero.add(bias)
         return zero
 
-    def _add(self, name: str, parts: dict[str, TensorInfo]) -> None:
-        """Recognise a matrix."""
+    def _add_matrix(self, name: str, parts: dict[str, TensorInfo]) -> None:
+        """Recognise the format of a matrix by its parts, and add it to `matrices`."""
         shapes = {part: tensor.shape for part, tensor in parts.items()}
         for format in _FORMATS:
             if not {*format.needs} <= parts.keys():
@@ -204,7 +204,8 @@ class ForeignCheckpoint:
             matching, key=lambda declaration: declaration.symmetric is not False
         )  # one without zero points would fit too
 
-    def _array(self, name: str) -> Array:
+    def _read_array(self, name: str) -> Array:
+        """Read a tensor of the file: integers as stored, floats as f32, which must be finite."""
         tensor = self.file.tensors[name]
         if tensor.dtype in _INTEGERS:
             return self.file.read_bytes(name).view(_INTEGERS[tensor.dtype]).reshape(tensor.shape)
@@ -346,7 +347,7 @@ def _awq(matrix: ForeignMatrix, arrays: Arrays) -> AffineWeight:
 
 
 def _affine(matrix: ForeignMatrix, q4: Array, scale: F32, zero: Array | None, arrays: Arrays) -> AffineWeight:
-    """Make a weight of arrays in any memory order; without zero points it is symmetric around 8."""
+    """Make a weight of unpacked arrays and the file's column groups; without zero points it is symmetric around 8."""
     zero = np.full(scale.shape, 8) if zero is None else zero
     if matrix.declared.symmetric and (zero != 8).any():
         raise ArgumentError("zero points", "must be 8, as the config says", f"{zero.min()}..{zero.max()}")

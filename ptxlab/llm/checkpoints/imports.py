@@ -70,7 +70,7 @@ def import_checkpoint(
     unchecked: bool = False,
     progress: Progress = lambda name, total: None,
 ) -> list[ImportedMatrix]:
-    """Import a quantised checkpoint of a format of `foreign`.
+    """Import a quantised checkpoint of a format of `foreign`, refusing groups that overflow s8 unless `unchecked`.
 
     A folder with config.json becomes the folder `out` of a quantised model, which `open_model` opens; a file, or a
     folder of files alone, becomes the safetensors file `out` of packed weights, all other tensors copied. Either
@@ -80,7 +80,7 @@ def import_checkpoint(
         source: file or folder, safetensors or of `torch.save`.
         out: what to make.
         layout: of the packing.
-        unchecked: take groups over that overflow s8, which is refused otherwise, with the matrix, row and values.
+        unchecked: take over groups that overflow s8; the error otherwise names matrix, row and values.
         progress: of matrices, or layers.
 
     Raises FileError for a checkpoint that is broken or has no matrix of such a format, and where `out` is there or

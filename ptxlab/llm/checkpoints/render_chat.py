@@ -14,9 +14,9 @@ _LONGEST = 1 << 22  # characters
 
 
 def render(template: str, variables: dict[str, Any], chats: list[Any], unset: list[str]) -> list[str]:
-    """Render conversations by a template, under the rules that transformers has for one.
+    """Render conversations by a template as transformers does, but raise for an undefined token that is not `unset`.
 
-    But a token that is neither among the variables nor `unset` may only be asked for, not rendered as nothing.
+    A token of `unset` renders as nothing. A template may ask whether another, undefined one is there.
     """
     from jinja2 import Undefined, UndefinedError, nodes
     from jinja2.ext import Extension, loopcontrols

@@ -30,12 +30,13 @@ _PATTERNS = {
     "llama3": _LLAMA3,
     "qwen2": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),
 }
-# Other patterns of published tokenizers. None of them takes more than a moment on any text.
+# GPT-4o's, which a tokenizer.json may have; no GGUF file's is built with it.
 _O200K = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Patterns that a tokenizer.json may have without `GuardedEncoder`: none takes more than a moment on any text.
 _FAST_PATTERNS = frozenset(
     {*_PATTERNS.values(), _O200K, " {2,}", r"\s+", r"\p{N}", r"\p{N}{1,3}", r"\p{N}+", r"\d", r"[0-9]", r"[\r\n]"}
 )

@@ -137,7 +137,10 @@ def _table(
 
 
 def _read_earlier_rows(out: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Read the rows of an existing record. Raises FileError for a record of other settings, or of another table."""
+    """Read the rows of an existing record, in the order of this version's table.
+
+    Raises FileError for a record of other settings, and for rows of other recipes than the table's.
+    """
     record = read_record(out, "a record of ptxlab accuracy", settings["schema"])
     for name, setting in settings.items():
         if record.get(name) != setting:

@@ -38,7 +38,7 @@ class Computing(NamedTuple):
 class _Streamed(NamedTuple):
     """Text behind prompts, all tokens of the first sequence, and how long it took: seconds, tokens/s."""
 
-    texts: list[GeneratedText]
+    generated_texts: list[GeneratedText]
     tokens: list[int]
     prompt_tokens: int
     prompt_seconds: float
@@ -62,7 +62,7 @@ def _stream(
 ) -> _Streamed:
     """Write the first sequence's text after `echo` as it is generated, unless `quiet`."""
     size = runner.batch
-    texts = [GeneratedText(tokenizer, prompt.stop) for _ in range(size)]
+    generated_texts = [GeneratedText(tokenizer, prompt.stop) for _ in range(size)]
     computed_tokens = len(ids) - (int(runner.lengths[0]) if goes_on else 0)
     chunks = ceil_div(size * computed_tokens, runner.chunk)
     tokens, times = list[int](), [time.perf_counter()]
@@ -76,16 +76,16 @@ def _stream(
         for step in chain([first_step], steps):
             times.append(time.perf_counter())
             tokens.append(int(step[0]))
-            for text, token in zip(texts, step.tolist(), strict=True):
-                text.append(token)
+            for generated, token in zip(generated_texts, step.tolist(), strict=True):
+                generated.append(token)
             if not quiet:
-                _write(texts[0].fresh())
-            if all(text.ended for text in texts):
+                _write(generated_texts[0].fresh())
+            if all(generated.ended for generated in generated_texts):
                 break
     if not quiet:
-        _write(texts[0].fresh(whole=True) + "\n")
+        _write(generated_texts[0].fresh(whole=True) + "\n")
     rate = size * (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None
-    return _Streamed(texts, tokens, computed_tokens, times[1] - times[0], rate)
+    return _Streamed(generated_texts, tokens, computed_tokens, times[1] - times[0], rate)
 
 
 def continue_text(
@@ -100,14 +100,14 @@ def continue_text(
                 "backend": computing.backend,
                 "recipe": _recipe(runner),
                 "prompt_tokens": len(ids),
-                "tokens": [text.tokens for text in text_stream.texts],
-                "texts": [text.text for text in text_stream.texts],
+                "tokens": [generated.tokens for generated in text_stream.generated_texts],
+                "texts": [generated.text for generated in text_stream.generated_texts],
                 "prefill_seconds": text_stream.prompt_seconds,
                 "tokens_per_second": text_stream.rate,
             }
         )
-    for i, text in enumerate(text_stream.texts[1:], 2):
-        _write(f"\n[{i}] {echo}{text.text}\n")
+    for i, generated in enumerate(text_stream.generated_texts[1:], 2):
+        _write(f"\n[{i}] {echo}{generated.text}\n")
     note(f"{text_stream.speed()}; {_describe_backend(runner, computing)}")
 
 
@@ -127,7 +127,7 @@ def converse(
         goes_on = 0 < len(cached_tokens) < len(ids) and ids[: len(cached_tokens)] == cached_tokens
         text_stream = _stream(runner, ids, prompt, tokenizer, goes_on=goes_on)
         note(f"{text_stream.speed()}; {_describe_backend(runner, computing)}")
-        messages.append({"role": "assistant", "content": text_stream.texts[0].text})
+        messages.append({"role": "assistant", "content": text_stream.generated_texts[0].text})
         cached_tokens = (ids + text_stream.tokens)[: int(runner.lengths[0])]
 
 
@@ -157,12 +157,12 @@ def serve_prompts(
 ) -> None:
     """Put all prompts through a `Server`, each printed in its turn once it is done. Exits with 1 where one failed."""
     server = Server(runner)
-    texts = [GeneratedText(tokenizer, prompt.stop) for prompt in prompts]
+    generated_texts = [GeneratedText(tokenizer, prompt.stop) for prompt in prompts]
     requests: list[Request] = []
-    for ids, prompt, text in zip(encoded, prompts, texts, strict=True):
+    for ids, prompt, generated in zip(encoded, prompts, generated_texts, strict=True):
         with naming(prompt.place):
-            requests.append(server.submit(ids, prompt.tokens, ends=text.ends, **prompt.sampling))
-    text_by_request = dict(zip(requests, texts, strict=True))
+            requests.append(server.submit(ids, prompt.tokens, ends=generated.ends, **prompt.sampling))
+    generated_by_request = dict(zip(requests, generated_texts, strict=True))
     start, shown_count = time.perf_counter(), 0
     on_terminal = sys.stdout.isatty()  # which shows the answers, between which a bar would stand
     interruption_note = "what is printed is kept"
@@ -172,12 +172,12 @@ def serve_prompts(
         while shown_count < len(requests):
             for request in server.step():
                 if request.error is None:
-                    text_by_request[request].append(request.tokens[-1])
-                if text_by_request[request].ended:
+                    generated_by_request[request].append(request.tokens[-1])
+                if generated_by_request[request].ended:
                     server.cancel(request)
             while shown_count < len(requests) and requests[shown_count].done:
                 if not computing.quiet:
-                    _write(f"[{shown_count + 1}] {prompts[shown_count].text}{texts[shown_count].text}\n")
+                    _write(f"[{shown_count + 1}] {prompts[shown_count].text}{generated_texts[shown_count].text}\n")
                     if requests[shown_count].error:
                         note(f"[{shown_count + 1}] failed: {requests[shown_count].error}")
                 shown_count += 1
@@ -187,11 +187,11 @@ def serve_prompts(
         answers: list[dict[str, Any]] = [
             {
                 "prompt_tokens": len(request.prompt),
-                "tokens": text.tokens,
-                "text": text.text,
+                "tokens": generated.tokens,
+                "text": generated.text,
                 "error": request.error,
             }
-            for request, text in text_by_request.items()
+            for request, generated in generated_by_request.items()
         ]
         rates: dict[str, Any] = {"seconds": seconds, "tokens_per_second": tokens / seconds}
         run_facts: dict[str, Any] = {"model": computing.model, "backend": computing.backend, "recipe": _recipe(runner)}

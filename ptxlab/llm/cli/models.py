@@ -28,9 +28,9 @@ def model_on_gpu(backend: str | None) -> bool:
 
 
 def open_model_with_bar(source: str, *, length: int = 0, quiet: bool) -> tuple[FloatModel, Tokenizer]:
-    """Open a model and its tokenizer for windows of `length` tokens.
+    """Open a model and its tokenizer, with a progress bar for the download.
 
-    Raises for a --length beyond the model's context.
+    Raises CommandLineError for a `length` beyond the model's context.
     """
     with download_bar(source, quiet=quiet) as progress:
         model, tokenizer = open_model(source, progress)

@@ -152,6 +152,7 @@ def _json(rows: Sequence[_Measured], text: str, about: dict[str, int], *, on_gpu
 
 
 def _print_table(rows: Sequence[_Measured], title: str, *, on_gpu: bool) -> None:
+    """Print a row for each model; the heading of the seconds names the GPU or this CPU."""
     table_rows = [
         (
             row.model,

@@ -31,7 +31,7 @@ from ptxlab.lowbit.layout import (
     unpack_block_activations,
 )
 from ptxlab.lowbit.layout.packed_activations import unpack_activations
-from ptxlab.lowbit.quant import BlockRows, QoQChannelWeight, QuantizedActivations
+from ptxlab.lowbit.quant import AtomRows, BlockRows, QoQChannelWeight, QuantizedActivations
 from ptxlab.lowbit.quant.atom import ATOM_PAPER
 from ptxlab.lowbit.quant.fmpq import BLOCK
 from ptxlab.lowbit.quant.tiled import with_arrays
@@ -59,7 +59,7 @@ def quantize_input(weight: Any, y: Any) -> QuantizedInput:
     rows = to_numpy(y)
     if not isinstance(weight, ReorderedWeight):
         return _arrays_like(quant.quantize_activations(rows), y)
-    return _arrays_like(_pack_inputs(weight, with_arrays(weight, to_numpy).quantize_input(rows)), y)
+    return _arrays_like(_pack_rows(weight, with_arrays(weight, to_numpy).quantize_input(rows)), y)
 
 
 def gate_inputs(weight: Any, gate_up: Any, activation: str, dtype: str) -> tuple[QuantizedInput, tuple[Allowed, ...]]:
@@ -117,7 +117,7 @@ def read_outputs(weight: Any, inputs: Any) -> QuantizedInput:
     return unpack_activations(replace(x, **arrays))
 
 
-def _pack_inputs(weight: ReorderedWeight, rows: Any) -> AtomActivations | BlockActivations:
+def _pack_rows(weight: ReorderedWeight, rows: AtomRows | BlockRows) -> AtomActivations | BlockActivations:
     if isinstance(rows, BlockRows):
         return pack_block_activations(rows, BLOCK_ORDERS[weight.layout])
     return pack_atom_activations(rows, ATOM_ORDERS[weight.layout])

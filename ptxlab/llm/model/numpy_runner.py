@@ -57,7 +57,7 @@ class IntegerProduct:
         return quant.quantize_activations(y)
 
     def quantize_gated(self, gate_up: F32, activation: int, dtype: int) -> QuantizedActivations:
-        """Apply the gate to gate_up [M, 2·K] and quantise the product as the kernel reads it."""
+        """Apply the gate ACTIVATIONS[activation] to gate_up [M, 2·K] and quantise the product for the kernel."""
         x_q, scale, token_sum = silu_mul_quantize_reference(gate_up, 1, 32, activation, dtype)
         return QuantizedActivations(x_q, scale.astype(np.float32), token_sum.astype(np.int32))
 
@@ -87,7 +87,7 @@ class GroupProduct:
         self.quantize, self.bias = weight.quantize_input, bias
 
     def quantize_gated(self, gate_up: F32, activation: int, dtype: int) -> AtomRows | BlockRows:
-        """Apply the gate to gate_up [M, 2·K] and quantise the product as the kernel reads it."""
+        """Apply the gate ACTIVATIONS[activation] to gate_up [M, 2·K] and quantise the product for the kernel."""
         return self.quantize(compute_gate(gate_up, activation, dtype)[0].astype(np.float32))
 
     def __call__(self, x: AtomRows | BlockRows, dtype: str) -> F32:

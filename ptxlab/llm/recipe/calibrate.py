@@ -466,13 +466,13 @@ def capture_inputs(
     `run` is a layer or its second half. Batches in which no token takes the matrix's expert are left out.
     """
 
-    def read(x: Any) -> Any:
+    def capture_input(stream: Any) -> Any:
         inputs: dict[str, Any] = {}
         with contextlib.suppress(_ReachedError):
-            run(x, layer, _Tap(numerics, inputs.__setitem__, until=name))
+            run(stream, layer, _Tap(numerics, inputs.__setitem__, until=name))
         return inputs.get(name)
 
-    return (x for x in map_streams(read, streams) if x is not None)
+    return (x for x in map_streams(capture_input, streams) if x is not None)
 
 
 class _ReachedError(Exception):

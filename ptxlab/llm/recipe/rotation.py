@@ -63,7 +63,7 @@ def fold_norms(layer: Layer) -> dict[str, Any]:
 
 
 def rotate_stream(layer: Layer, rotation: Any) -> dict[str, Any]:
-    """Rotate a layer to the stream x Q, Q = `rotation` f64 [H, H].
+    """Rotate a layer of folded norms to the stream x Q, Q = `rotation` f64 [H, H].
 
     Raises ArgumentError for a norm that is not folded.
     """
@@ -128,8 +128,9 @@ def _factors(n: int) -> tuple[int, ...] | None:
     return None
 
 
-def _paley_orders(n: int) -> Iterator[int]:
-    return (order for order in range(12, n + 1, 4) if order & (order - 1) and _paley_prime(order))
+def _paley_orders(limit: int) -> Iterator[int]:
+    """Yield the orders of Paley's matrices up to `limit`, ascending, without the powers of two."""
+    return (order for order in range(12, limit + 1, 4) if order & (order - 1) and _paley_prime(order))
 
 
 def _paley_prime(order: int) -> int:

@@ -66,7 +66,7 @@ class KV4Cache(Cache):
         config, example = model.config, torch.empty(0, device=model.device)
         heads, dim = config.num_key_value_heads, getattr(config, "head_dim", None)
         self.head_dim = dim or config.hidden_size // config.num_attention_heads
-        empty_cache = KVCache.empty(
+        template_cache = KVCache.empty(
             batch,
             ceil_div(context, PAGE),
             heads,
@@ -77,8 +77,8 @@ class KV4Cache(Cache):
             like=example,
         )
         self.batch, self.context, self.scheme, self.rotated = int(batch), int(context), scheme, rotated
-        self.pools: list[Tensor] = [torch.zeros_like(empty_cache.pool) for _ in range(config.num_hidden_layers)]
-        self.block_table: Tensor = empty_cache.block_table
+        self.pools: list[Tensor] = [torch.zeros_like(template_cache.pool) for _ in range(config.num_hidden_layers)]
+        self.block_table: Tensor = template_cache.block_table
         self.workspace = attention_workspace(self.head_dim, example.device)
         self._seen, self._is_used = torch.zeros((), dtype=torch.int64, device=example.device), False
         self._rows: tuple[Any, Any, TokenPlaces] | None = None
@@ -115,12 +115,12 @@ class KV4Cache(Cache):
         return places
 
     def advance(self, tokens: int) -> None:
-        """Add `tokens` to the length of each sequence."""
+        """Add `tokens` to the one length that all sequences have, padding included."""
         self._seen.add_(tokens)
         self._is_used = True
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Return the tokens so far, padding included."""
+        """Return the length of every sequence, padding included."""
         return self._seen if self._is_used else 0
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:

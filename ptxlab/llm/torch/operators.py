@@ -697,18 +697,18 @@ define(
 # The memory that attention needs on a GPU
 
 
-class _Memory(NamedTuple):
-    """Memory of one kernel: name, offset in the tensor, (shape, dtype) and owner of every array."""
+class _KernelArrays(NamedTuple):
+    """Arrays of one kernel in a workspace: name, offset in bytes, (shape, dtype) and owner of each."""
 
     kernel: str
     arrays: tuple[tuple[str, int, tuple[Any, str], "_Owner"], ...]
 
 
-class _Memories(NamedTuple):
-    """Memory of the kernels of a device, each at a place of its own."""
+class _WorkspacePlan(NamedTuple):
+    """Places of the kernels' arrays in a workspace of `nbytes` bytes; no `chunks` if the GPU cannot run that kernel."""
 
-    decode: _Memory
-    chunks: _Memory | None
+    decode: _KernelArrays
+    chunks: _KernelArrays | None
     nbytes: int
 
 
@@ -728,27 +728,29 @@ def attention_workspace(head_dim: int, device: torch.device | str = "cuda") -> T
     if device.type != "cuda":
         return torch.zeros(0, dtype=torch.uint8, device=device)
     with torch.cuda.device(device):
-        return torch.zeros(_memory(head_dim, torch.cuda.current_device()).nbytes, dtype=torch.uint8, device="cuda")
+        return torch.zeros(
+            _plan_workspace(head_dim, torch.cuda.current_device()).nbytes, dtype=torch.uint8, device="cuda"
+        )
 
 
 @cache
-def _memory(head_dim: int, device: int) -> _Memories:
-    """Lay out the memory of the kernels that run on this device, the current one."""
+def _plan_workspace(head_dim: int, device: int) -> _WorkspacePlan:
+    """Place the arrays of this device's attention kernels in one workspace; the device must be the current one."""
     sms, step = gpu.device_info().sms, choose(AttentionOptions(backend="gpu"))
-    decode, memory_end = _place_arrays(step.spec.name, step.max_memory(head_dim, sms), 0)
+    decode, end = _place_arrays(step.spec.name, step.max_memory(head_dim, sms), 0)
     if gpu.why_not(PREFILL.arch, exact=PREFILL.exact_arch):
-        return _Memories(decode, None, memory_end)
-    chunks, memory_end = _place_arrays(PREFILL.name, chunk_memory(head_dim, sms), memory_end)
-    return _Memories(decode, chunks, memory_end)
+        return _WorkspacePlan(decode, None, end)
+    chunks, end = _place_arrays(PREFILL.name, chunk_memory(head_dim, sms), end)
+    return _WorkspacePlan(decode, chunks, end)
 
 
-def _place_arrays(kernel: str, scratches: Iterable[Scratch], offset: int) -> tuple[_Memory, int]:
-    """Place a kernel's arrays from an offset on, and tell where they end."""
+def _place_arrays(kernel: str, scratches: Iterable[Scratch], offset: int) -> tuple[_KernelArrays, int]:
+    """Place a kernel's arrays from an offset on; return them and the offset behind them."""
     arrays = []
     for scratch in scratches:
         arrays.append((scratch.name, offset, (scratch.shape, scratch.dtype.name), _Owner(scratch.nbytes)))
         offset += ceil_div(scratch.nbytes, 256) * 256
-    return _Memory(kernel, tuple(arrays)), offset
+    return _KernelArrays(kernel, tuple(arrays)), offset
 
 
 def _carve_workspace(workspace: Tensor, head_dim: int, *, is_chunked: bool) -> attention.AttentionWorkspace | None:
@@ -757,12 +759,12 @@ def _carve_workspace(workspace: Tensor, head_dim: int, *, is_chunked: bool) -> a
     Return None for a kernel that needs none.
     """
     start, _, dtype, device, _ = gpu.view("attention_kv4: workspace", workspace)
-    memories = _memory(head_dim, device)
-    if dtype != "uint8" or workspace.numel() < memories.nbytes:
-        rule = f"must be attention_workspace({head_dim}), uint8 of {memories.nbytes} bytes"
+    plan = _plan_workspace(head_dim, device)
+    if dtype != "uint8" or workspace.numel() < plan.nbytes:
+        rule = f"must be attention_workspace({head_dim}), uint8 of {plan.nbytes} bytes"
         raise ArgumentError("attention_kv4: workspace", rule, f"{dtype} of {workspace.nbytes} bytes")
-    memory = memories.chunks if is_chunked else memories.decode
-    if memory is None:
+    planned = plan.chunks if is_chunked else plan.decode
+    if planned is None:
         return None
-    views = {name: gpu.View(start + offset, *kind, device, owner) for name, offset, kind, owner in memory.arrays}
-    return attention.AttentionWorkspace(kernel=memory.kernel, views=views)
+    views = {name: gpu.View(start + offset, *kind, device, owner) for name, offset, kind, owner in planned.arrays}
+    return attention.AttentionWorkspace(kernel=planned.kernel, views=views)

@@ -140,7 +140,7 @@ def _count_early_bias(layer: nn.Module) -> None:
     """
     original, is_untried = layer.weight_loader, True
 
-    def load(param: Tensor, loaded_weight: Tensor, *shard: Any) -> Any:
+    def load_and_start_count(param: Tensor, loaded_weight: Tensor, *shard: Any) -> Any:
         nonlocal is_untried
         progress = get_layerwise_info(layer)
         if is_untried and progress.can_load() and not progress.load_numel:
@@ -149,7 +149,7 @@ def _count_early_bias(layer: nn.Module) -> None:
             return param.weight_loader(param, loaded_weight, *shard)
         return original(param, loaded_weight, *shard)
 
-    layer.weight_loader = load
+    layer.weight_loader = load_and_start_count
 
 
 class FloatLinearMethod(W4A8LinearMethod):

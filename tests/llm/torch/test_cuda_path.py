@@ -46,7 +46,7 @@ class TensorGpu(FakeGpu):
         monkeypatch.setattr(
             repeats, "_tensors", lambda arguments: [self.register(tensor) for tensor in tensors_of(arguments)]
         )
-        monkeypatch.setattr(operators, "_memory", operators._memory.__wrapped__)
+        monkeypatch.setattr(operators, "_plan_workspace", operators._plan_workspace.__wrapped__)
         monkeypatch.setattr(gpu, "is_device_array", lambda array: isinstance(array, DeviceArray | torch.Tensor))
         monkeypatch.setattr(gpu, "new", lambda example, shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype)))
 
@@ -140,7 +140,7 @@ def test_a_capture_takes_all_operators(fake: TensorGpu) -> None:
     from ptxlab.llm.torch import operators
 
     fake.runs, calls = False, every_call(np.random.default_rng(0))
-    needed_bytes = operators._memory(64, 0).nbytes
+    needed_bytes = operators._plan_workspace(64, 0).nbytes
     for name in ATTENTION:
         calls[name][1]["workspace"] = torch.zeros(needed_bytes, dtype=torch.uint8)
     for fake.capturing in (False, True):
@@ -177,7 +177,7 @@ def test_a_capture_takes_chunks_behind_long_contexts(fake: TensorGpu) -> None:
     (q, pool, _, lengths), _ = every_call(np.random.default_rng(0))["attention_kv4"]
     table, starts = torch.zeros(3, 200, dtype=torch.int32), torch.tensor([0, 1, 3, 3], dtype=torch.int32)
     call, out = operators.ON_CUDA["attention_kv4_out"], torch.empty_like(q)
-    workspace = torch.zeros(operators._memory(64, 0).nbytes, dtype=torch.uint8)
+    workspace = torch.zeros(operators._plan_workspace(64, 0).nbytes, dtype=torch.uint8)
     fake.capturing = True
     with pytest.raises(ArgumentError, match=r"workspace: must be given in a capture: .*prefill_sm90"):
         call(q, pool, table, lengths, out, query_start_loc=starts)
@@ -192,12 +192,12 @@ def test_a_capture_takes_chunks_behind_long_contexts(fake: TensorGpu) -> None:
 def test_on_ampere_a_workspace_is_that_of_decoding(fake: TensorGpu) -> None:
     from ptxlab.llm.torch import operators
 
-    of_hopper = operators._memory(64, 0)
+    of_hopper = operators._plan_workspace(64, 0)
     assert of_hopper.chunks is not None and of_hopper.nbytes > 0
     fake.arch = 80
-    memories = operators._memory(64, 0)
-    assert memories.chunks is None
-    workspace = torch.zeros(memories.nbytes, dtype=torch.uint8)
+    plan = operators._plan_workspace(64, 0)
+    assert plan.chunks is None
+    workspace = torch.zeros(plan.nbytes, dtype=torch.uint8)
     assert operators._carve_workspace(workspace, 64, is_chunked=True) is None
     assert operators._carve_workspace(workspace, 64, is_chunked=False).kernel == "attention_kv4_mma_sm80"
 
@@ -223,7 +223,7 @@ def test_a_repeated_call_only_launches(fake: TensorGpu, monkeypatch: pytest.Monk
     operator, (first, options) = operators.ON_CUDA[name], every_call(np.random.default_rng(0))[name]
     if name in ATTENTION:  # parts of a tensor are no arrays of this GPU: nothing runs
         fake.runs = False
-        options["workspace"] = torch.zeros(operators._memory(64, 0).nbytes, dtype=torch.uint8)
+        options["workspace"] = torch.zeros(operators._plan_workspace(64, 0).nbytes, dtype=torch.uint8)
     operator(*first, **options)
     (args, _), (again, _) = make_call(), make_call()
     if fake.runs:
