@@ -252,7 +252,7 @@ def _weights(name: str, config: Config, copies: int, tokens: Sequence[int]) -> l
         if experts:
             gemms = [_grouped_product(name, weight.to(torch.bfloat16)) for _ in layers]
         elif name in HUMMING:
-            gemms = _humming(weight, HUMMING[name], copies, tokens)
+            gemms = _humming_products(weight, HUMMING[name], copies, tokens)
         else:
             gemms = [_product(name, weight.to(_dtype(name, config), copy=True)) for _ in layers]
         for layer, gemm in zip(layers, gemms, strict=True):
@@ -278,7 +278,8 @@ def _dtype(name: str, config: Config) -> Any:
 HUMMING = {"humming_chn": 0, "humming_g128": 128}  # weights that share a scale; 0: all of a channel
 
 
-def _humming(weight: Any, group: int, copies: int, tokens: Sequence[int]) -> list[Callable[[Any, Any], Any]]:
+def _humming_products(weight: Any, group: int, copies: int, tokens: Sequence[int]) -> list[Callable[[Any, Any], Any]]:
+    """Quantise a weight [N, K] for humming, and return the GEMM of each copy."""
     N, K = weight.shape
     layers, tiles = peers.humming_layers(N, K, group, tokens, weight=weight, copies=copies)[::2]
     return [partial(_humming_product, layer, tiles) for layer in layers]
@@ -568,7 +569,7 @@ class _Decoder:
         return out.to(self.x.dtype)
 
     def gemms(self) -> list[Callable[[], None]]:
-        """Return calls that run the GEMMs of every layer one after the other, on their last inputs."""
+        """Return one call per layer, which runs its GEMMs one after the other on the inputs that each had last."""
         inputs = {
             matrix: tuple(x if x is None else x.clone() for x in operands)
             for matrix, operands in self.last_inputs.items()
@@ -724,7 +725,7 @@ def _warm_humming(N: int, K: int, group: int, tokens: Sequence[int]) -> None:
     import torch
 
     weight = peers.operand("fp16", N, K, seed=0)
-    product = _humming(weight, group, 1, tokens)[0]
+    product = _humming_products(weight, group, 1, tokens)[0]
     for M in tokens:
         q, scale = quantize(peers.operand("fp16", M, K, seed=M).float(), "int8", None)
         product(q, scale)

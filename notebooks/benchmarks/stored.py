@@ -18,7 +18,7 @@ def stored_times(gpu: str = "h200") -> dict[Place, dict[str, float]]:
 
     Empty without the file.
     """
-    return _read(gpu, "gemm", ("N", "K", "M"))
+    return _read_csv(gpu, "gemm", ("N", "K", "M"))
 
 
 @cache
@@ -27,10 +27,11 @@ def stored_attention(gpu: str = "h200") -> dict[Place, dict[str, float]]:
 
     Empty without the file.
     """
-    return _read(gpu, "attn", ("hq", "hkv", "batch", "seq"))
+    return _read_csv(gpu, "attn", ("hq", "hkv", "batch", "seq"))
 
 
-def _read(gpu: str, name: str, axes: tuple[str, ...]) -> dict[Place, dict[str, float]]:
+def _read_csv(gpu: str, name: str, axes: tuple[str, ...]) -> dict[Place, dict[str, float]]:
+    """Read the microseconds of a CSV file of peers, by the values of the columns `axes` and by name."""
     path = sources.results_dir() / gpu / "peers" / f"{name}.csv"
     times: dict[Place, dict[str, float]] = {}
     if path.is_file():

@@ -26,7 +26,7 @@ def points(accuracy_record: accuracy.Accuracy | None) -> pd.DataFrame:
 
     The perplexity is that of the record's first text, `ratio` to floats; `time` is text (`decode_times`).
     """
-    rows = (
+    recorded_rows = (
         [row for row in accuracy_record.record["rows"] if row["ladder"] in ("float", "cache")]
         if accuracy_record
         else []
@@ -34,10 +34,10 @@ def points(accuracy_record: accuracy.Accuracy | None) -> pd.DataFrame:
     times = decode_times()
     table = [
         (row["step"], row["cache_bytes"], next(iter(row["perplexity"].values())), times.get(row["step"], "no kernel"))
-        for row in rows
+        for row in recorded_rows
     ]
     frame = pd.DataFrame(table, columns=["step", "cache_bytes", "perplexity", "time"])
-    return frame.assign(ratio=frame.perplexity / frame.perplexity.iloc[0] if rows else [])
+    return frame.assign(ratio=frame.perplexity / frame.perplexity.iloc[0] if recorded_rows else [])
 
 
 def decode_times() -> dict[str, str]:

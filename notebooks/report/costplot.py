@@ -39,21 +39,21 @@ def roofline_figure(record: Record) -> Figure:
     left, right = figure.subplots(1, 2)
     a100, device = cost.device("a100"), measured_device(record)
     for scheme in ("W4A4", "W4A8", "W8A8", "W4A16", "FP16"):
-        _roof(left, a100, scheme, label=scheme)
+        _plot_roof(left, a100, scheme, label=scheme)
     alpha = counts.alpha_of(_DEAR)
-    _roof(left, a100, "W4A8", alpha, color=RED, linestyle=":", label=f"W4A8, {alpha:g} instructions per weight")
+    _plot_roof(left, a100, "W4A8", alpha, color=RED, linestyle=":", label=f"W4A8, {alpha:g} instructions per weight")
     w8a8_transition = cost.transition(a100, _scheme("W8A8"))
     title(left, f"A100 (data sheet): 4-bit weights double the roof below {w8a8_transition / 2:.0f} tokens", size=10)
     for scheme in ("W4A8", "W8A8", "FP8"):
-        _roof(right, device, scheme, label=f"{scheme} roof")
+        _plot_roof(right, device, scheme, label=f"{scheme} roof")
     rows, eight_bit_rows = (
         kernel_points[kernel_points.layer == str(DISSECTED)]
         for kernel_points in (gemm.points(record), gemm.eight_bit(record))
     )
-    _dots(right, rows.M, rows.rate, color=BLUE, label="gemm_w4a8")
-    _dots(right, eight_bit_rows.M, eight_bit_rows.rate, color=ORANGE, label="gemm_w8a8_sm90")
+    _plot_dots(right, rows.M, rows.rate, color=BLUE, label="gemm_w4a8")
+    _plot_dots(right, eight_bit_rows.M, eight_bit_rows.rate, color=ORANGE, label="gemm_w8a8_sm90")
     fp8 = rows.operations / (rows["over cublas_fp8"] * rows.time_us) / 1e6
-    _dots(right, rows.M, fp8, color="#444444", marker="s", markersize=5, label="cuBLAS FP8")
+    _plot_dots(right, rows.M, fp8, color="#444444", marker="s", markersize=5, label="cuBLAS FP8")
     tokens_above_8bit_roof = [
         M for M, rate in zip(rows.M, rows.rate, strict=True) if rate > cost.most_tops(device, _scheme("W8A8"), M, 0)
     ]
@@ -69,10 +69,11 @@ def roofline_figure(record: Record) -> Figure:
 
 
 def _scheme(name: str) -> Scheme:
+    """Return a scheme of the cost model; `W4A8` is that of LiquidQuant."""
     return cost.SCHEMES["W4A8 LQQ" if name == "W4A8" else name]
 
 
-def _roof(axes: Axes, device: Device, name: str, alpha: float | None = None, **style: Any) -> None:
+def _plot_roof(axes: Axes, device: Device, name: str, alpha: float | None = None, **style: Any) -> None:
     scheme = _scheme(name)
     alpha = counts.alpha_of(scheme.dequantiser) if alpha is None else alpha
     roof = [cost.most_tops(device, scheme, M, alpha) for M in _INTENSITY]
@@ -89,7 +90,7 @@ def _roof(axes: Axes, device: Device, name: str, alpha: float | None = None, **s
     axes.set_ylabel("TOPS")
 
 
-def _dots(axes: Axes, tokens: pd.Series, tops: pd.Series, **style: Any) -> None:
+def _plot_dots(axes: Axes, tokens: pd.Series, tops: pd.Series, **style: Any) -> None:
     usual = {"linestyle": "none", "marker": "o", "markersize": 7, "markeredgecolor": "white", "markeredgewidth": 0.7}
     axes.plot(tokens, tops, **{**usual, **style})
 

@@ -168,7 +168,7 @@ def steps_table(records: list[Record]) -> str:
 
 
 def generate_table(records: list[Record]) -> str:
-    """Build the table of QServe's rule by model and budget, beside the mixes at their best batch and the paper."""
+    """Build the table of QServe's rule by model and budget: tokens/s, speed-up over mixes, LiquidServe's figure."""
     rows = points(records, GENERATE)
     if rows.empty:
         return MISSING
@@ -197,9 +197,10 @@ def _describe_prompt_attention(rows: pd.DataFrame) -> str:
 
 
 def front_table(records: list[Record]) -> str:
-    """Build the table of the `FRONT` models that are recorded.
+    """Build the README's table of steady steps, peaks and QServe's rule for the `FRONT` models.
 
-    A row has the steady steps at the smallest and the largest batch, and the rates under a budget of 80 GB.
+    Steps are at the smallest and the largest batch, the others under the smallest budget. A model without them is left
+    out.
     """
     steps, rule_rows, peak_rows = points(records, MEASURE), points(records, GENERATE), peaks(records)
     if steps.empty or rule_rows.empty:
@@ -306,7 +307,7 @@ def load_alone_record() -> Record | None:
 
 
 def prompts_table(record: Record | None) -> str:
-    """Time to the first token with and without shared pages, and QServe's rule, by model."""
+    """Build the table of times to the first token with and without shared pages, and QServe's rule, by model."""
     first = points([record], FIRST_TOKEN) if record else pd.DataFrame()
     if record is None or first.empty:
         return MISSING

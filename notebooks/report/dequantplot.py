@@ -76,7 +76,7 @@ def largest_byte(scheme: str, limit: int) -> int:
 
 
 def cost_figure(record: Record) -> Figure:
-    """Plot instructions per 8 weights against weights per clock and SM, from a record of the suite `dequant`."""
+    """Plot kernels' weights per clock and SM, from registers, over their ALU instructions per 8 weights."""
     row_by_kernel = {row.kernel: row for row in record.rows if row.measure == "registers"}
     clocks = np.median([row.sm_mhz for row in row_by_kernel.values()]) * 1e6 * record.device["sms"]
     weights_per_clock = 2 * record.ceilings["read_tbps"] * 1e12 / clocks

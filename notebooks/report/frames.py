@@ -75,14 +75,17 @@ def frame(
     """
     layer_by_size = {(layer.N, layer.K): layer for layer in layers}
     fields_by_row = (
-        [_flat(row, layer_by_size, stored or {}) for row in record.rows if row.measure == measure] if record else []
+        [_fields_of(row, layer_by_size, stored or {}) for row in record.rows if row.measure == measure]
+        if record
+        else []
     )
     return pd.DataFrame(fields_by_row, columns=list(dict.fromkeys(chain(_COLUMNS, *fields_by_row))))
 
 
-def _flat(row: Row, by_size: Mapping[tuple[int, int], Layer], stored: Stored) -> dict[str, object]:
+def _fields_of(row: Row, by_size: Mapping[tuple[int, int], Layer], stored: Stored) -> dict[str, object]:
+    """Return a row of `frame`: what the columns hold, by name."""
     layer = by_size.get((row.sizes.get("N", 0), row.sizes.get("K", 0)))
-    stored_peers = {peer: us for peer, us in stored.get(_place(row), {}).items() if peer != OURS}
+    stored_peers = {peer: us for peer, us in stored.get(_place_of(row), {}).items() if peer != OURS}
     peers = {**stored_peers, **row.peers}
     ratio_fields = {f"over {peer}": us / row.time_us for peer, us in peers.items()}
     best_peer = min(peers, key=peers.__getitem__, default="")
@@ -91,7 +94,8 @@ def _flat(row: Row, by_size: Mapping[tuple[int, int], Layer], stored: Stored) ->
     return {**row.more, **vars(row), "peers": peers, **row.sizes, **layer_columns, **ratio_fields, **best_fields}
 
 
-def _place(row: Row) -> Place:
+def _place_of(row: Row) -> Place:
+    """Return the sizes by which stored times are found: of a row's GEMM, or of its attention."""
     return tuple(row.sizes[size] for size in _PLACE if size in row.sizes)
 
 
@@ -168,10 +172,10 @@ def origin_of_peers(record: Record, measure: str, stored: Stored) -> str:
     rows = [row for row in record.rows if row.measure == measure]
     run_libraries = {_LIBRARIES.get(peer.partition("_")[0], peer): None for row in rows for peer in row.peers}
     time_ratios = {
-        (_place(row), peer): stored[_place(row)][peer] / us
+        (_place_of(row), peer): stored[_place_of(row)][peer] / us
         for row in rows
         for peer, us in row.peers.items()
-        if peer in stored.get(_place(row), {})
+        if peer in stored.get(_place_of(row), {})
     }
     if not time_ratios:
         return ""

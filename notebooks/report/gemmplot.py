@@ -78,7 +78,10 @@ def packed_bytes(layer: Layer, group: int = 128) -> int:
 
 
 def peers_figure(stored: Stored) -> Figure:
-    """Plot the distance of peers and of `ptxlab` from a W4A8 GEMM's floor, from the run that measured all of them."""
+    """Plot peers' and our time over the W4A8 floor by tokens, mean over matrices; a panel per kind of peers.
+
+    All times are stored ones, of the run that measured all of them.
+    """
     figure = Figure(figsize=(13, 4.6), layout="constrained")
     panels = figure.subplots(1, len(_STORED), sharey=True)
     tokens = sorted({M for _, _, M in stored})
@@ -99,6 +102,7 @@ def peers_figure(stored: Stored) -> Figure:
 
 
 def _over_floor(stored: Stored, peer: str, M: int) -> float:
+    """Return a stored time over the floor of a W4A8 GEMM, the mean over the matrices; NaN without times."""
     ratios = []
     for layer in LAYERS:
         times = stored.get((layer.N, layer.K, M), {})
@@ -109,7 +113,7 @@ def _over_floor(stored: Stored, peer: str, M: int) -> float:
 
 
 def times_figure(rows: pd.DataFrame) -> Figure:
-    """Time over the floor by tokens, geometric mean over the matrices: the steps, and the best of them beside peers."""
+    """Plot the steps' time over the floor by tokens, mean over the matrices, and the best step's beside peers."""
     tokens, names = _tokens(rows), steps(rows)
     times = {name: [1 / fraction(select_step(rows, name, M)) for M in tokens] for name in names}
     fastest = min(names, key=lambda name: mean(times[name]))
@@ -272,11 +276,11 @@ def headline_figure(rows: pd.DataFrame) -> Figure:
         tokens = sorted(measured_rows.M.unique())
         for layer in LLAMA:
             layer_values = measured_rows[measured_rows.layer == str(layer)].set_index("M")[column].reindex(tokens)
-            _line(axes, layer_values, layer_style(layer))
-        _line(axes, means(measured_rows, "M", [column])[column].reindex(tokens), _MEAN)
+            _plot_line(axes, layer_values, layer_style(layer))
+        _plot_line(axes, means(measured_rows, "M", [column])[column].reindex(tokens), _MEAN)
         axes.set_ylim(0, 1.05 if column == "fraction" else None)
         axes.set_ylabel("floor / time" if column == "fraction" else "time of the fastest peer / time")
-        _finish(axes, text, tokens)
+        _finish_axes(axes, text, tokens)
     panels[1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return figure
 
@@ -290,18 +294,20 @@ def beyond_figure(record: Record) -> Figure:
     """Plot other workloads than single GEMMs of LLaMA-2: chains of a layer, experts, other models."""
     figure = Figure(figsize=(15, 4.4), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    _chains(left, record)
-    _experts(middle, record)
-    _other_models(right, record)
+    _plot_chains(left, record)
+    _plot_experts(middle, record)
+    _plot_other_models(right, record)
     return figure
 
 
-def _chains(axes: Axes, record: Record) -> None:
+def _plot_chains(axes: Axes, record: Record) -> None:
     chain_rows = chains(record)
     for layers in CHAINS:
         model = layers[0].model
         links, style = chain_rows[chain_rows.model == model].set_index("M").reindex(FEW_TOKENS), _MODELS[model]
-        _line(axes, links["over cublas_fp8"], {"color": BLUE, "label": f"{model}, over cuBLAS FP8's chain", **style})
+        _plot_line(
+            axes, links["over cublas_fp8"], {"color": BLUE, "label": f"{model}, over cuBLAS FP8's chain", **style}
+        )
         speedup_over_best = links.over_best.dropna()  # where all peers were measured
         axes.plot(
             [FEW_TOKENS.index(M) for M in speedup_over_best.index],
@@ -312,11 +318,11 @@ def _chains(axes: Axes, record: Record) -> None:
         )
     axes.set_ylim(bottom=0)
     axes.set_ylabel("speed")
-    _finish(axes, "The four GEMMs of a layer in a row", FEW_TOKENS)
+    _finish_axes(axes, "The four GEMMs of a layer in a row", FEW_TOKENS)
     axes.legend(frameon=False, loc="lower left")
 
 
-def _experts(axes: Axes, record: Record) -> None:
+def _plot_experts(axes: Axes, record: Record) -> None:
     expert_rows = experts(record)
     for layer, colour in zip(MIXTRAL, (ORANGE, PURPLE), strict=True):
         layer_rows = expert_rows[expert_rows.layer == str(layer)].set_index("tokens").reindex(ROUTED_TOKENS)
@@ -325,34 +331,36 @@ def _experts(axes: Axes, record: Record) -> None:
             ("grouped", {"linestyle": "-", "marker": "o", "markersize": 3.5}, layer_rows.fraction_grouped),
         ):
             if floor_fractions.notna().any():
-                _line(axes, floor_fractions, {"color": colour, "label": f"{layer}, {label}", **style})
+                _plot_line(axes, floor_fractions, {"color": colour, "label": f"{layer}, {label}", **style})
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("floor / time")
-    _finish(axes, "Mixtral's experts", ROUTED_TOKENS)
+    _finish_axes(axes, "Mixtral's experts", ROUTED_TOKENS)
     axes.legend(frameon=False, loc="lower left")
 
 
-def _other_models(axes: Axes, record: Record) -> None:
+def _plot_other_models(axes: Axes, record: Record) -> None:
     untuned_rows = untuned_points(record)
     models = list(dict.fromkeys(layer.model for layer in UNTUNED))
     for model, colour in zip(models, _PARTS.values(), strict=True):
         floor_fractions = means(untuned_rows[untuned_rows.model == model], "M", ["fraction"]).fraction.reindex(
             UNTUNED_TOKENS
         )
-        _line(axes, floor_fractions, {"color": colour, "marker": "o", "markersize": 3.5, "label": f"{model}, mean"})
+        _plot_line(
+            axes, floor_fractions, {"color": colour, "marker": "o", "markersize": 3.5, "label": f"{model}, mean"}
+        )
     tuned_fraction = fraction(at_tokens(points(record), *FEW_TOKENS))
     axes.axhline(tuned_fraction, color="black", linestyle=":", label=f"tuned shapes, M <= {FEW_TOKENS[-1]}, mean")
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("floor / time")
-    _finish(axes, "Other models, odd numbers of tokens", UNTUNED_TOKENS)
+    _finish_axes(axes, "Other models, odd numbers of tokens", UNTUNED_TOKENS)
     axes.legend(frameon=False, loc="lower left")
 
 
-def _line(axes: Axes, values: pd.Series, style: dict[str, Any]) -> None:
+def _plot_line(axes: Axes, values: pd.Series, style: dict[str, Any]) -> None:
     axes.plot(np.arange(len(values)), values, **style)
 
 
-def _finish(axes: Axes, text: str, tokens: Sequence[int]) -> None:
+def _finish_axes(axes: Axes, text: str, tokens: Sequence[int]) -> None:
     axes.axhline(1, color="black", linewidth=0.8, zorder=0)
     token_axis(axes, tokens)
     title(axes, text)

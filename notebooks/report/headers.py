@@ -41,15 +41,21 @@ def corrected_sources() -> dict[Path, str]:
 def header_lines(spec: KernelSpec) -> list[str]:
     """Return the lines of a kernel's `Measured` header, or none if the kernel is not recorded."""
     if spec.name == _ATTENTION:
-        return _attention()
-    lines_by_kernel = {"gemm_w8a8_sm90": _eight_bit, "gemm_w4a8_grouped_sm90": _grouped_gemm, "append_kv4": _append}
-    lines_by_kernel |= {f"gemm_{scheme.lower()}_sm90": partial(_four_bits, scheme) for scheme in w4a4.FOUR_BITS}
+        return _attention_lines()
+    lines_by_kernel = {
+        "gemm_w8a8_sm90": _describe_eight_bit,
+        "gemm_w4a8_grouped_sm90": _describe_grouped_gemm,
+        "append_kv4": _describe_append,
+    }
+    lines_by_kernel |= {
+        f"gemm_{scheme.lower()}_sm90": partial(_describe_four_bits, scheme) for scheme in w4a4.FOUR_BITS
+    }
     if spec.name in lines_by_kernel:
         text = lines_by_kernel[spec.name]()
     elif spec in kernels.gemm.STEPS:
         text = ladder.figures(spec.name)
     else:
-        text = {"gemm": _launched_gemm, "attention": _step}.get(spec.family, _streaming)(spec)
+        text = {"gemm": _describe_launched_gemm, "attention": _describe_step}.get(spec.family, _describe_rates)(spec)
     return textwrap.wrap(text, _WIDTH - len(_FIRST))
 
 
@@ -59,8 +65,8 @@ def rows(gpu: str, suite: str) -> dict[tuple[str, str, str], Row]:
     return {(row.kernel, row.source, row.measure): row for row in record.rows} if record else {}
 
 
-def _streaming(spec: KernelSpec) -> str:
-    """Describe the recorded rates of a memory-bound kernel."""
+def _describe_rates(spec: KernelSpec) -> str:
+    """Describe a kernel's recorded rates: from memory and, where measured, from registers and from shared memory."""
     rows_by_kernel = rows("h200", spec.family)
     measured_rows = {
         measure: rows_by_kernel.get((spec.name, "ptx", measure)) for measure in ("streaming", "registers", "resident")
@@ -76,7 +82,7 @@ def _streaming(spec: KernelSpec) -> str:
     return f"{line}."
 
 
-def _launched_gemm(spec: KernelSpec) -> str:
+def _describe_launched_gemm(spec: KernelSpec) -> str:
     """Describe the recorded speed of a kernel that `gemm_w4a8` launches, at the points where it does."""
     points = gemm.points(ladder.load_record())
     points = points[points.kernel == spec.name]
@@ -85,14 +91,15 @@ def _launched_gemm(spec: KernelSpec) -> str:
         return ""
     floor = _join_figures(fraction(gemm.at_tokens(points, M)) for M in tokens)
     faster = _join_figures(mean(over(gemm.at_tokens(points, M), "cublas_fp8")) for M in tokens)
-    matrices = ", ".join(f"{len(gemm.at_tokens(points, M))}" for M in tokens)
+    matrix_counts = ", ".join(f"{len(gemm.at_tokens(points, M))}" for M in tokens)
     return (
         f"{floor} of the floor on an H200 at M = {', '.join(map(str, tokens))}; {faster} times as fast as cuBLAS "
-        f"FP8 (means of {matrices} of LLaMA-2's matrices, on which it is launched; row-major activations)."
+        f"FP8 (means of {matrix_counts} of LLaMA-2's matrices, on which it is launched; row-major activations)."
     )
 
 
-def _eight_bit() -> str:
+def _describe_eight_bit() -> str:
+    """Describe the recorded speed of W8A8 beside cuBLAS in FP8 and INT8."""
     points = gemm.eight_bit(ladder.load_record())
     tokens = _tokens(points)
     if not tokens:
@@ -107,15 +114,16 @@ def _eight_bit() -> str:
     )
 
 
-def _four_bits(scheme: str) -> str:
+def _describe_four_bits(scheme: str) -> str:
+    """Describe the recorded speed of W4A4 or W4Ax beside `gemm_w4a8` and cuBLAS INT8."""
     record = w4a4.load_record()
-    rows = w4a4.points(record)
-    rows = rows[rows.scheme == scheme]
-    tokens = sorted({*rows.M})
+    points = w4a4.points(record)
+    scheme_points = points[points.scheme == scheme]
+    tokens = sorted({*scheme_points.M})
     if record is None or not tokens:
         return "not yet: `python -m benchmarks gemm --only w4a4`."
-    shares_of_w4a8 = _join_figures(mean(gemm.at_tokens(rows, M)["of W4A8"]) for M in tokens)
-    int8_speedups = _join_figures(mean(over(gemm.at_tokens(rows, M), "cublas_int8")) for M in tokens)
+    shares_of_w4a8 = _join_figures(mean(gemm.at_tokens(scheme_points, M)["of W4A8"]) for M in tokens)
+    int8_speedups = _join_figures(mean(over(gemm.at_tokens(scheme_points, M), "cublas_int8")) for M in tokens)
     return (
         f"on an H200 at M = {', '.join(map(str, tokens))}: {shares_of_w4a8} of gemm_w4a8's time, {int8_speedups} times"
         " as fast as"
@@ -123,7 +131,8 @@ def _four_bits(scheme: str) -> str:
     )
 
 
-def _grouped_gemm() -> str:
+def _describe_grouped_gemm() -> str:
+    """Describe the recorded speed of Mixtral's grouped GEMM: of the floor, and beside a loop of single GEMMs."""
     experts = gemm.experts(ladder.load_record()).dropna(subset="gain")
     if experts.empty:
         return ""
@@ -141,7 +150,7 @@ def _grouped_gemm() -> str:
     )
 
 
-def _step(spec: KernelSpec) -> str:
+def _describe_step(spec: KernelSpec) -> str:
     """Describe the recorded time of one step of attention's ladder."""
     rows = attention.steps(attention.load_record())
     for row in rows[rows.kernel == spec.name].itertuples():
@@ -150,7 +159,7 @@ def _step(spec: KernelSpec) -> str:
     return ""
 
 
-def _attention() -> list[str]:
+def _attention_lines() -> list[str]:
     """Return the header lines of `attention_kv4`: the step's line, then a table of heads by sequences x tokens."""
     points = attention.points(attention.load_record())
     if points.empty:
@@ -164,10 +173,15 @@ def _attention() -> list[str]:
         )
         table.append([f"{Hq} / {Hkv}", *times])
     lines = ["".join(f"{cell:<14}" for cell in line).rstrip() for line in table]
-    return [_step(registry.find(_ATTENTION)[0]), "What `attention_kv4` takes for a batch, plain launches:", *lines]
+    return [
+        _describe_step(registry.find(_ATTENTION)[0]),
+        "What `attention_kv4` takes for a batch, plain launches:",
+        *lines,
+    ]
 
 
-def _append() -> str:
+def _describe_append() -> str:
+    """Describe the recorded time of appending a prompt's keys and values, by cache format."""
     heads, tokens = _PROMPT
     labels_and_rows = [
         (scheme.replace("_", " ") + (", rotated" if row.R else ""), row)

@@ -111,7 +111,7 @@ def groups_table(record: Record | None) -> str:
         return MISSING
     rows_by_step = {f"`{short_name(kernel)}`": select_step(rows, kernel) for kernel in steps(rows)}
     rows_by_step[f"`{headline.FACE}`"] = frame(record, headline.MEASURE)
-    return f"{_table_of_times(rows_by_step)}\nGroups of {groups.GROUP}; {_origin_of_part(record, rows, groups.PART)}\n"
+    return f"{_table_of_times(rows_by_step)}\nGroups of {groups.GROUP}; {_describe_part(record, rows, groups.PART)}\n"
 
 
 def load_compute_80_record() -> Record | None:
@@ -125,22 +125,22 @@ def compute_80_table(record: Record | None) -> str:
     if record is None or rows.empty:
         return MISSING
     rows_by_kernel = {f"`{kernel}`": rows[rows.kernel == kernel] for kernel in rows.kernel.unique()}
-    return f"{_table_of_times(rows_by_kernel)}\nPTX for `sm_80`; {_origin_of_part(record, rows, ampere.PART)}\n"
+    return f"{_table_of_times(rows_by_kernel)}\nPTX for `sm_80`; {_describe_part(record, rows, ampere.PART)}\n"
 
 
-def _table_of_times(kernels_of: dict[str, pd.DataFrame]) -> str:
-    """Build a table with the fraction of the floor of each kernel, and the time of its matrices added up."""
+def _table_of_times(rows_by_step: dict[str, pd.DataFrame]) -> str:
+    """Build a table with the fraction of the floor of each step, and the time of its matrices added up."""
     lines = []
-    for step, times in kernels_of.items():
-        rows_by_tokens = {M: times[times.M == M] for M in _SHOWN_TOKENS}
+    for step, rows in rows_by_step.items():
+        rows_by_tokens = {M: rows[rows.M == M] for M in _SHOWN_TOKENS}
         line = {"step": step} | {f"of the floor, M = {M}": fraction(rows_by_tokens[M]) for M in _SHOWN_TOKENS}
         lines.append(line | {f"µs, M = {M}": rows_by_tokens[M].time_us.sum() for M in _SHOWN_TOKENS})
     table = pd.DataFrame(lines)
     return markdown(table, {column: "{:.1f}" if column.startswith("µs") else "{:.2f}" for column in table.columns[1:]})
 
 
-def _origin_of_part(record: Record, rows: pd.DataFrame, part: str) -> str:
-    """Say which matrices `_table_of_times` adds up, and where they were measured."""
+def _describe_part(record: Record, rows: pd.DataFrame, part: str) -> str:
+    """Say which matrices `_table_of_times` adds up, and which run (`--only PART`) measured them."""
     matrices = rows.drop_duplicates(["N", "K"])
     return (
         f"µs: the {len(matrices)} matrices of a layer of {matrices.model.iloc[0]}, added up."
@@ -244,6 +244,7 @@ def limits_table(record: Record | None = None) -> str:
 
 
 def _per_weight(name: str) -> str:
+    """List the instructions per weight of each of a kernel's main loops."""
     label = registry.find(name)[1][0].label
     loops = counts.load()["main_loops"].get(label, {})
     return " / ".join(f"{sum(loop['pipes'].values()) / loop['weights']:.1f}" for loop in loops.values() if loop)

@@ -283,6 +283,7 @@ def epilogues_table(record: Record | None) -> str:
 
 
 def _name_epilogues(ends: Ends) -> str:
+    """List the epilogues that a choice turns on, or say `neither`."""
     names = [epilogue for epilogue, enabled in zip(("residual add", "SiLU·mul"), ends, strict=True) if enabled]
     return " and ".join(names) or "neither"
 
@@ -294,7 +295,7 @@ def breakdown_figure(record: Record) -> Figure:
     panels = figure.subplots(1, len(DRAWN), sharey=True)
     for axes, model in zip(panels, DRAWN, strict=True):
         model_rows = rows[rows.model == model].set_index("B").reindex(BATCHES)
-        _bars(axes, model_rows)
+        _plot_bars(axes, model_rows)
         title(axes, f"{model}: {mean(model_rows[f'over {BESIDE}']):.2f}x the {BESIDE} mix in the mean", size=10)
     panels[0].set_ylabel(f"time, of the {BESIDE} mix's")
     speed = mean(rows[rows.model.isin(DRAWN)][f"over {BESIDE}"])
@@ -304,7 +305,7 @@ def breakdown_figure(record: Record) -> Figure:
     return figure
 
 
-def _bars(axes: Axes, rows: pd.DataFrame) -> None:
+def _plot_bars(axes: Axes, rows: pd.DataFrame) -> None:
     places, mix_us = np.arange(len(rows)), rows.time_us * rows[f"over {BESIDE}"]
     for bar_offset, label, hatch in ((-0.2, "ptxlab", None), (0.2, f"{BESIDE} mix", "///")):
         bottoms = np.zeros(len(rows))

@@ -16,7 +16,7 @@ STEPS = {
 }
 FEW, SHOWN = 64, 256  # tokens; the latter in the README: dequantisation and products, not the memory, take the time
 ATTENTION = "attention_kv4_sm90"
-WIDTH = 6000.0  # clocks of the part that is compared
+WIDTH = 6000.0  # clocks of the main loop that the picture shows and `_busy` is of
 _FIGURES, _ATTENTION_PICTURE = "notebooks/figures", "timeline_attention.png"
 
 
@@ -41,16 +41,16 @@ def titles(timelines: list[Timeline]) -> list[str]:
 
 def finding(timelines: list[Timeline]) -> str:
     """Say why the kernel whose tensor cores are busiest in the main loop need not be the fastest."""
-    busiest, fastest = max(timelines, key=_steady), min(timelines, key=lambda one: one.time_us)
-    if _steady(busiest) < 0.5:
+    busiest, fastest = max(timelines, key=_busy), min(timelines, key=lambda one: one.time_us)
+    if _busy(busiest) < 0.5:
         return (
             f"Under every pipeline the tensor cores are idle for half of the time or more; {fastest.kernel} is fastest"
         )
     if busiest is fastest:
-        return f"{fastest.kernel} is the fastest and keeps the tensor cores busiest ({_steady(fastest):.0%})"
+        return f"{fastest.kernel} is the fastest and keeps the tensor cores busiest ({_busy(fastest):.0%})"
     return (
-        f"{busiest.kernel} keeps the tensor cores busiest ({_steady(busiest):.0%}), but this SM works only "
-        f"{_first_sm(busiest).share_of_launch:.0%} of the launch;\n{fastest.kernel} ({_steady(fastest):.0%}) is the "
+        f"{busiest.kernel} keeps the tensor cores busiest ({_busy(busiest):.0%}), but this SM works only "
+        f"{_first_sm(busiest).share_of_launch:.0%} of the launch;\n{fastest.kernel} ({_busy(fastest):.0%}) is the "
         f"fastest: there it works {_first_sm(fastest).share_of_launch:.0%}"
     )
 
@@ -70,9 +70,9 @@ def section() -> str:
     sizes = f"{excp.sizes['N']} x {excp.sizes['K']}, M = {SHOWN}"
     text = (
         f"One SM of an H200, {sizes}. Under ExCP the warp group that issues wgmma waits for the one that dequantises "
-        f"(pink), and between stages the tensor cores (last row) are idle: they are busy {_steady(excp):.0%} of the "
+        f"(pink), and between stages the tensor cores (last row) are idle: they are busy {_busy(excp):.0%} of the "
         "time. Under ImFP a warp group dequantises (orange) while the wgmmas of the other run, and they are busy "
-        f"{_steady(imfp):.0%}. A busy main loop is not yet a fast launch: tiles that do not divide evenly among the "
+        f"{_busy(imfp):.0%}. A busy main loop is not yet a fast launch: tiles that do not divide evenly among the "
         f"SMs leave some of them idle. The SM shown works {_first_sm(imfp).share_of_launch:.0%} of the ImFP launch"
     )
     if last := timeline_by_kernel.get("gemm_w4a8_sm90"):
@@ -87,7 +87,10 @@ def section() -> str:
             "time": f"{step_timeline.time_us:.1f} µs",
             "with time stamps": f"{step_timeline.recording_us:.1f} µs",
         }
-        line |= {"tensor cores busy, as shown": f"{_steady(step_timeline):.2f}", "SM at work": f"{work_share:.2f}"}
+        line |= {
+            "tensor cores busy, as shown": f"{_busy(step_timeline):.2f}",
+            "SM at work": f"{work_share:.2f}",
+        }
         lines.append(line | {"tensor cores busy, whole launch": f"{busy_shares * work_share:.2f}"})
     note = (
         f"Recorded by `ptxlab timeline NAME --record`, {excp.date[:10]}, commit {excp.commit[:10]}. A wgmma "
@@ -103,7 +106,7 @@ def _other_pictures() -> list[str]:
     """Describe the recorded pictures that the README does not show, one sentence each, as one paragraph."""
     sentences = []
     if small_batch := step_timelines(FEW):
-        shares = sorted(_steady(step_timeline) for step_timeline in small_batch)
+        shares = sorted(_busy(step_timeline) for step_timeline in small_batch)
         sentences.append(
             f"With [{FEW} tokens]({_FIGURES}/{picture_name(FEW)}) a weight is dequantised for a quarter of the "
             f"products, and the tensor cores work {shares[0]:.0%} to {shares[-1]:.0%} of the time, under any pipeline."
@@ -136,5 +139,6 @@ def _first_sm(one: Timeline) -> Timeline:
     return one.of_sm(one.sms[0])
 
 
-def _steady(one: Timeline) -> float:
+def _busy(one: Timeline) -> float:
+    """Return the share of the shown clocks in which the first SM's tensor cores are busy."""
     return _first_sm(one).busy(_first_sm(one).steady(WIDTH))

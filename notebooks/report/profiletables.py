@@ -70,12 +70,12 @@ def stalls_section() -> str:
         }
         line |= {place: f"{row.subtract:.0%}" for place, row in rows.items()}
         lines.append(line | {"all of the dequantisation": f"{dequantise_shares[0]:.0%} to {dequantise_shares[-1]:.0%}"})
-    note = (
+    note_on_shares = (
         "Shares of the sampled warps that did not issue. `gemm_w4a8_qoq_sm80` has QServe's main loop. For QServe itself"
         " LiquidGEMM reports 21% on an H800, without an M."
     )
     origin = _origin(record.device["name"], record.origin, "ptxlab stalls")
-    return f"{markdown(pd.DataFrame(lines), left=2)}\n{note} {origin}\n"
+    return f"{markdown(pd.DataFrame(lines), left=2)}\n{note_on_shares} {origin}\n"
 
 
 def _origin(device: str, origin: dict[str, str], command: str) -> str:

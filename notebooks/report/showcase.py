@@ -156,14 +156,14 @@ def excerpt(text: str, printed: str) -> Iterator[str]:
         inside = inside or "FIXED" in line
         printed_numbers |= {number} if inside else set()
         inside = inside and not line.startswith("#endif")
-    last = 0
+    last_shown = 0
     for number in sorted(printed_numbers):
-        skipped_lines = range(last + 1, number) if last and number - last <= _GAP + 1 else ()
-        if last and number - last > 1 and not skipped_lines:
+        skipped_lines = range(last_shown + 1, number) if last_shown and number - last_shown <= _GAP + 1 else ()
+        if last_shown and number - last_shown > 1 and not skipped_lines:
             yield "    ..."
         for shown_line in (*skipped_lines, number):
             yield f"{shown_line:>3} {lines[shown_line - 1]}".rstrip()
-        last = number
+        last_shown = number
 
 
 def page(mistakes: Iterable[Mistake]) -> str:

@@ -61,7 +61,9 @@ def gemm(record: Record | None) -> list[Target]:
     means = f"M <= {MOST_FEW}, mean"
     return [
         Target(f"of the floor, {means}", fraction(few_token_rows), _FRACTION, minimum=0.85),
-        Target(f"points slower than the best peer, M <= {MOST_FEW}", _count(few_token_rows), "{:.0f}", maximum=0),
+        Target(
+            f"points slower than the best peer, M <= {MOST_FEW}", _count_slower(few_token_rows), "{:.0f}", maximum=0
+        ),
         Target("over QServe g128, M = 256, mean", mean(over(at_tokens(rows, 256), QSERVE)), _TIMES, minimum=3.3),
         Target("of the floor, 70B gate+up, M <= 64, every point", min_or_nan(largest), _FRACTION, minimum=0.90),
         Target("7B O, M <= 64, every point", max_or_nan(smallest), "{:.2f} µs", maximum=5.0),
@@ -129,7 +131,7 @@ def layers(record: Record | None) -> list[Target]:
     targets = [
         Target(
             f"of the floor, {model}, batch {B}",
-            _only(model_rows[(model_rows.model == model) & (model_rows.B == B)].fraction),
+            _only_or_nan(model_rows[(model_rows.model == model) & (model_rows.B == B)].fraction),
             "{:.2f}",
             bound,
         )
@@ -206,11 +208,11 @@ def whole_models(records: list[Record]) -> list[Target]:
     for model, batches in _WHOLE.items():
         for B, bound in batches.items():
             fractions = steps[(steps.model == model) & (steps.B == B)].fraction if len(steps) else pd.Series()
-            targets.append(Target(f"of the floor, {model}, batch {B}", _only(fractions), _FRACTION, bound))
+            targets.append(Target(f"of the floor, {model}, batch {B}", _only_or_nan(fractions), _FRACTION, bound))
     small_budget_rows = rule[min(BUDGETS) == rule.L] if len(rule) else rule
     for model, (paper, _) in decode.LIQUIDSERVE.items():
         speed_over_paper = (
-            _only(small_budget_rows[small_budget_rows.model == model]["decode rate"]) / paper
+            _only_or_nan(small_budget_rows[small_budget_rows.model == model]["decode rate"]) / paper
             if len(small_budget_rows)
             else math.nan
         )
@@ -219,6 +221,7 @@ def whole_models(records: list[Record]) -> list[Target]:
     are_all_measured = len(peak_rows) == len(BUDGETS) * len(MODELS)
 
     def of_all(column: str, rows: pd.DataFrame, together: Callable[[pd.Series], float]) -> float:
+        """Return one figure of a column, or NaN unless every model has its row for every budget."""
         return (
             together(rows[column].dropna())
             if are_all_measured and len(rows) and rows[column].notna().any()
@@ -245,7 +248,8 @@ def whole_models(records: list[Record]) -> list[Target]:
     return targets
 
 
-def _only(values: pd.Series) -> float:
+def _only_or_nan(values: pd.Series) -> float:
+    """Return the value of a series of one; NaN if there are none or several."""
     return float(values.iloc[0]) if len(values) == 1 else math.nan
 
 
@@ -273,11 +277,13 @@ def max_or_nan(values: Iterable[float]) -> float:
     return -min_or_nan(-number for number in values)
 
 
-def _count(rows: pd.DataFrame) -> float:
+def _count_slower(rows: pd.DataFrame) -> float:
+    """Count the points at which some peer is faster; NaN if there are no points."""
     return len(slower(rows)) if len(rows) else math.nan
 
 
 def _of_eight_bits(record: Record | None) -> list[Target]:
+    """List the targets of W8A8, and of the time of W4A8 beside it."""
     rows = eight_bit(record)
     fp8 = (mean(over(at_tokens(rows, M), "cublas_fp8")) for M in _MANY_TOKENS if M >= 2048)
     dequantised = mean(dequantising(record, *_MANY_TOKENS)) - 1
@@ -289,6 +295,7 @@ def _of_eight_bits(record: Record | None) -> list[Target]:
 
 
 def _of_experts(record: Record | None) -> list[Target]:
+    """List the targets of a grouped GEMM beside a loop of single ones."""
     rows = experts(record).dropna(subset="gain")
     many_tokens = rows[rows.tokens >= 32].gain
     return [
@@ -298,6 +305,7 @@ def _of_experts(record: Record | None) -> list[Target]:
 
 
 def _of_untuned(record: Record | None) -> list[Target]:
+    """List the targets of matrices that nothing was tuned to."""
     rows = untuned_points(record)
     tuned_fraction = fraction(at_tokens(points(record), *FEW_TOKENS))
     return [
@@ -317,14 +325,19 @@ def attention(record: Record | None) -> list[Target]:
     """List the targets of KV4 attention."""
     rows, compared_rows = kv.points(record), kv.beside_all(kv.points(record))
     return [
-        *_bands(rows),
+        *_of_bands(rows),
         Target(
             "of the floor, single sequences of 32k and more, every one",
             min_or_nan(kv.single(rows).fraction),
             _FRACTION,
             minimum=_LONG,
         ),
-        Target("points slower than a peer", _count(rows if len(compared_rows) else compared_rows), "{:.0f}", maximum=0),
+        Target(
+            "points slower than a peer",
+            _count_slower(rows if len(compared_rows) else compared_rows),
+            "{:.0f}",
+            maximum=0,
+        ),
         Target(
             "over the best 8-bit peer, batch >= 16, mean", mean(kv.batch_points(rows)["over 8"]), _TIMES, minimum=2.0
         ),
@@ -345,7 +358,8 @@ def attention(record: Record | None) -> list[Target]:
     ]
 
 
-def _bands(rows: pd.DataFrame) -> list[Target]:
+def _of_bands(rows: pd.DataFrame) -> list[Target]:
+    """List the targets of attention's fraction of the floor, one for each range of floors in `_BANDS`."""
     targets, upper_floor = [], math.inf
     for floor, bound in _BANDS:
         upper_bound_text = "" if math.isinf(upper_floor) else f" to {upper_floor:g}"

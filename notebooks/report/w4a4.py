@@ -133,7 +133,7 @@ def _in_software(record: Record) -> str:
 
 
 def measured_picture(record: Record) -> Figure:
-    """Time over W4A8's by tokens, means over the matrices, and the limit that was set."""
+    """Plot time over W4A8's by tokens, means over the matrices, and the limit that was set."""
     rows = points(record)
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -258,7 +258,7 @@ def schedules_picture() -> Figure:
 
 
 def precisions(accuracy_record: accuracy.Accuracy | None) -> pd.DataFrame:
-    """Return perplexity and bytes by precision.
+    """Return perplexity over that of floats (`ratio`) and bytes read, by precision.
 
     `group` names the line of the picture that joins the points, `name` the point.
     """
@@ -280,10 +280,12 @@ def precisions(accuracy_record: accuracy.Accuracy | None) -> pd.DataFrame:
 def accuracy_table() -> str:
     """Build the table of perplexity beside the bytes that the GEMMs of 1,024 tokens read, fewest bytes first."""
     accuracy_record = accuracy.load_record()
-    rows = precisions(accuracy_record)
-    if accuracy_record is None or rows.empty:
+    perplexity_rows = precisions(accuracy_record)
+    if accuracy_record is None or perplexity_rows.empty:
         return MISSING
-    table = rows.sort_values("bytes", kind="stable")[["name", "bytes", "ratio"]].assign(bytes=lambda t: t.bytes / 1e6)
+    table = perplexity_rows.sort_values("bytes", kind="stable")[["name", "bytes", "ratio"]].assign(
+        bytes=lambda t: t.bytes / 1e6
+    )
     table.columns = pd.Index(["precision", "MB read", "perplexity, of float32"])
     text = markdown(table, dict(zip(table, ("{}", "{:.0f}", "{:.2f}x"), strict=True)))
     note = "MB read by all GEMMs of 1,024 tokens: weights and activations with their scales, floats counted as FP16."
