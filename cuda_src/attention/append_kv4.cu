@@ -74,8 +74,10 @@ extern "C" __global__ void __launch_bounds__(256, Rows::kBlocks) append_kv4(
         x[i].load_from(row + size_t(h) * (2 * Rows::kLanes) + lane);
     }
     Rows::Channels channels;
-    const size_t of_head = size_t(min(head, heads - 1)) * HEAD_DIM;
-    if (CHANNEL) channels.read((is_v ? v_scale : k_scale) + of_head, (is_v ? v_zero : k_zero) + of_head, lane);
+    // the head's first channel of [heads, D]; lanes beyond the last head take the last one's
+    const size_t head_channel = size_t(min(head, heads - 1)) * HEAD_DIM;
+    if (CHANNEL)
+        channels.read((is_v ? v_scale : k_scale) + head_channel, (is_v ? v_zero : k_zero) + head_channel, lane);
     Rows::Rotation rotation[Rows::kTokens];
     if (turned) {
 #pragma unroll

@@ -418,6 +418,7 @@ __device__ __forceinline__ void multiply_values(float (&o)[kDimTiles][kQueryTile
 // decides how registers are allocated, and behind others the accumulators are cleared twice.
 struct Softmax {
     float zeros[kQueryTiles][4] = {}, o[kDimTiles][kQueryTiles][4] = {};
+    // Score that weights are relative to, at first kLowestScore; sum of the lane's weights.
     float largest[kQueryTiles][2], weights[kQueryTiles][2] = {};
     int end[kQueryTiles][2];  // the first token that a column does not see
 
@@ -482,7 +483,7 @@ struct Softmax {
             const float p0 = ptxlab::exp2_approx(s[i][n][h * 2] - largest[n][0]),
                         p1 = ptxlab::exp2_approx(s[i][n][h * 2 + 1] - largest[n][1]);
             weights[n][0] += p0 * inverse, weights[n][1] += p1 * inverse;
-            p[n][h] = ptxlab::transposed(ptxlab::half_pair(p0, p1));
+            p[n][h] = ptxlab::transpose_8x8(ptxlab::half_pair(p0, p1));
         }
     }
 
@@ -550,13 +551,13 @@ __device__ __forceinline__ void combine(const WarpSums& warp_sums, const Segment
         return;
     }
     const bool begins_here = segment.first_tile() == 0;
-    const int block = segment.first_block(), blocks = segment.blocks();
+    const int block = segment.first_block(), blocks = segment.block_count();
     row.write(arguments.partial, arguments.stats, (size_t(blockIdx.x) * 2 + begins_here) * arguments.columns + column);
     if (FUSED) {
         int* const counter = arguments.segments + block * arguments.columns + column;
         if (!ptxlab::last_of(counter, blocks)) return;
         if (lane == 0) *counter = 0;  // for the next launch
-        Row::merged(arguments.partial, arguments.stats, block, blocks, arguments.columns, column)
+        Row::merge(arguments.partial, arguments.stats, block, blocks, arguments.columns, column)
             .store<BF16>(arguments.out, arguments.lse, columns.row(column));
     } else if (begins_here && column == 0 && lane == 0) {
         reinterpret_cast<int2*>(arguments.segments)[blockIdx.x] =

@@ -87,16 +87,16 @@ struct Pages {
     __device__ __forceinline__ void copy_tokens(unsigned char* stage, int kv, int head, int block) const {
         const int slot = block * KEYS % PAGE;
         const size_t offset = (size_t(kv) * Hkv + head) * kPageBytes, pitch = size_t(Hkv) * (2 * kPageBytes);
-        const unsigned char* of_head = pool + offset;
+        const unsigned char* head_pages = pool + offset;
 #pragma unroll
         for (int i = 0; i < kChunks; i += kThreads) {
             const int chunk = i + threadIdx.x, token = chunk / kTokenChunks;
-            const unsigned char* page = of_head + __shfl_sync(~0u, entry, token / PAGE) * pitch;
+            const unsigned char* page = head_pages + __shfl_sync(~0u, entry, token / PAGE) * pitch;
             ptxlab::cp_async_16(stage + chunk * 16,
                                 page + (slot + token % PAGE) * kTokenBytes + chunk % kTokenChunks * 16, true);
         }
         const int token = threadIdx.x * 4 % KEYS;
-        const unsigned char* page = of_head + __shfl_sync(~0u, entry, token / PAGE) * pitch;
+        const unsigned char* page = head_pages + __shfl_sync(~0u, entry, token / PAGE) * pitch;
         if (threadIdx.x < KEYS / 4)
             ptxlab::cp_async_16(stage + KEYS * kTokenBytes + token * 4,
                                 page + PAGE * kTokenBytes + (slot + token % PAGE) * 4, true);

@@ -625,7 +625,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
     ptxlab::wait_for_predecessors();
     const Scheduler scheduler = {starts, lengths, B, Hkv, Hq / Hkv, window, SPLIT ? parts : 1};
     if (warp_group < PRODUCERS) {
-        ptxlab::fewer_registers<kProducerRegisters>();
+        ptxlab::lower_registers_to<kProducerRegisters>();
         const unsigned char* of_values = pool + size_t(Hkv) * kPageBytes;
         const Pages key_pages = {pool, table, Hkv, P}, value_pages = {of_values, table, Hkv, P};
         unsigned char* const value_ring = ring + PAGE_STAGES * kCopyBytes;
@@ -649,7 +649,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
                 }
         }
     } else {
-        ptxlab::more_registers<kConsumerRegisters>();
+        ptxlab::raise_registers_to<kConsumerRegisters>();
         const int index = warp_group - PRODUCERS;
         const Results results = {out, lse, Hq};
         const Workspace workspace = {partial, arrivals};

@@ -360,7 +360,7 @@ struct QueryQuantiser {
                              : segment.ends_here()  ? segment.part_count() - number - 1
                                                     : kNextIsHere;
         } else {
-            item.blocks = first_tile > 0 ? 0 : tiles == segment.tiles ? 1 : segment.blocks();
+            item.blocks = first_tile > 0 ? 0 : tiles == segment.tiles ? 1 : segment.block_count();
         }
         first_group = (first_group + tiles) % kGroups;
     }
@@ -646,7 +646,7 @@ struct Softmax {
                 for (int b = 0; b < kLaneColumns; ++b)
                     weight[b] = ptxlab::exp2_approx(s[i][h * kLaneColumns + b] - largest[b]),
                     weights[b] += weight[b] * inverse[i][h];
-                p[h] = ptxlab::transposed(ptxlab::half_pair(weight[0], weight[1]));
+                p[h] = ptxlab::transpose_8x8(ptxlab::half_pair(weight[0], weight[1]));
             }
             const u32(&zero)[2] = constants.value_zeros[i];
             ptxlab::mma_f16(zeros, zero[0], zero[0], zero[1], zero[1], p[0], p[1]);
@@ -753,7 +753,7 @@ struct Combiner {
         const size_t part_row = size_t(item.part_index) * columns + column,
                      first_part = size_t(item.part_index / MOST_PARTS * MOST_PARTS) * columns + column;
         if (item.following != kBeginsEarlier && part_row != first_part) {
-            Row sum = Row::taken_back(arguments.partial, arguments.stats, first_part);
+            Row sum = Row::reclaim(arguments.partial, arguments.stats, first_part);
             sum.add_part(make_float2(row.largest, row.sum), row.v), row = sum;
         }
         if (item.following < 0) {

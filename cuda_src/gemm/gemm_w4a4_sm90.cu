@@ -146,7 +146,7 @@ __device__ __forceinline__ void produce(const Arguments& arguments, const Schedu
                 token_scales + (stage < blocks4 ? i : 0), threadIdx.x - (128 - kSpreaders));
         ptxlab::mbarrier_arrive(&ring.spread[index]);
     };
-    if (kUneven) ptxlab::fewer_registers<kProducerRegisters>();
+    if (kUneven) ptxlab::lower_registers_to<kProducerRegisters>();
     ptxlab::launch_dependents();
     if (warp == 1) ptxlab::wait_for_predecessors();
     ptxlab::load_tiles<kStageBytes>(slot, ring.stages, ring.full, ring.empty, schedule.num_tiles,
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a4_sm90(
     }
 
     // The consumer: a warp group that multiplies and scales.
-    if (kUneven) ptxlab::more_registers<kConsumerRegisters>();
+    if (kUneven) ptxlab::raise_registers_to<kConsumerRegisters>();
     // `ahead`: the slot from which weights are loaded next; `slot`: that of the sums to be scaled next.
     ptxlab::Slot<STAGES> ahead;
     const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;

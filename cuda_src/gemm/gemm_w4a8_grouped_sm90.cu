@@ -110,7 +110,7 @@ struct Schedule {
 __device__ __forceinline__ void produce(const Arguments& arguments, const Schedule& schedule, const Ring& ring,
                                         ptxlab::ExpertTiles<BM>& tiles, ptxlab::ExpertTile& tile,
                                         ptxlab::Slot<STAGES>& slot TIMELINE_PARAMETER) {
-    ptxlab::fewer_registers<kProducerRegisters>();
+    ptxlab::lower_registers_to<kProducerRegisters>();
     const bool elected = ptxlab::elect();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const u32 pitch = schedule.w_blocks * kBlockBytes, ring_address = ptxlab::shared_address(ring.stages),
@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_grouped_sm90
     }
 
     // The consumer: a warp group that dequantises and multiplies.
-    ptxlab::more_registers<kConsumerRegisters>();
+    ptxlab::raise_registers_to<kConsumerRegisters>();
     const int wn = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     TokenConstants* group_constants = token_constants + wn;
     for (int tile_index = blockIdx.x; tiles.find(tile_index, tile); tile_index += gridDim.x) {

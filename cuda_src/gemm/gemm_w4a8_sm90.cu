@@ -177,7 +177,7 @@ __device__ __forceinline__ void produce(const Arguments& arguments, const Schedu
             if (elected && warp == 3) ptxlab::tensor_load(x_slot + i * BM * 128, arguments.x, column, row, barrier);
         }
     };
-    ptxlab::fewer_registers<kProducerRegisters>();
+    ptxlab::lower_registers_to<kProducerRegisters>();
     bool has_w = num_stages > 0;  // whether the copies of the next stage's weights have been issued
     PHASE(LOAD);
     if (has_w) begin_tile(), load_w(first_stage, 0);  // weights do not wait for the kernel before
@@ -300,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_sm90(
     }
 
     // The consumer. NOTE as a function like the producer's, ptxas gives it other registers.
-    ptxlab::more_registers<kConsumerRegisters>();
+    ptxlab::raise_registers_to<kConsumerRegisters>();
     const ConsumerThread self;
     const int wn = self.wn, wk = self.wk, thread = self.thread, warp = self.warp, lane = self.lane;
     TokenConstants* token_constants =

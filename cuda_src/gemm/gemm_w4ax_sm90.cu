@@ -161,7 +161,7 @@ __device__ __forceinline__ void produce(const Arguments& arguments, const Schedu
                                               threadIdx.x - kUnpackers);
         ptxlab::mbarrier_arrive(&ring.unpacked[index]);
     };
-    if (kUneven) ptxlab::fewer_registers<kProducerRegisters>();
+    if (kUneven) ptxlab::lower_registers_to<kProducerRegisters>();
     ptxlab::launch_dependents();
     if (warp == 1) ptxlab::wait_for_predecessors();
     ptxlab::load_tiles<kStageBytes>(slot, ring.stages, ring.full, ring.empty, schedule.num_tiles,
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4ax_sm90(
     }
 
     // The consumer: a warp group that multiplies and scales.
-    if (kUneven) ptxlab::more_registers<kConsumerRegisters>();
+    if (kUneven) ptxlab::raise_registers_to<kConsumerRegisters>();
     ptxlab::Slot<STAGES> ahead;
     const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     unsigned char* buffer = buffers + (group * 4 + warp) * ptxlab::WARP_BUFFER_BYTES;

@@ -128,7 +128,7 @@ __device__ __forceinline__ void produce(const ptxlab::TensorMap& w, const ptxlab
             }
         }
     };
-    if (kUneven) ptxlab::fewer_registers<kProducerRegisters>();
+    if (kUneven) ptxlab::lower_registers_to<kProducerRegisters>();
     ptxlab::launch_dependents();
     if (warp == 0) load_operand(w, kTileRows, kTileRows * kBoxChannels, kXBytes, &TileOrigin::row);
     if (warp == 1) {
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w8a8_sm90(
     }
 
     // The consumer: a warp group that multiplies.
-    if (kUneven) ptxlab::more_registers<kConsumerRegisters>();
+    if (kUneven) ptxlab::raise_registers_to<kConsumerRegisters>();
     const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     scales += group * 2 * BM, buffers += (group * 4 + warp) * ptxlab::WARP_BUFFER_BYTES;
     ptxlab::wait_for_predecessors();

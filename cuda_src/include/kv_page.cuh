@@ -39,7 +39,8 @@ struct KvPage {
 
     // Turn a row's sums of weights times integers into sums of weights times values: multiply by `correction`, subtract
     // zero_sum times the zero points, multiply by the scales. `scales` and `zeros`: of the head's channels, read if
-    // constants are per channel.
+    // constants are per channel, `zeros` only with 4 bits: with 8 every zero point is 128 (kSignBits). Else the weights
+    // have the scales in them, and zero_sum the zero points.
     __device__ __forceinline__ static void restore(Row<DIMS>& row, float zero_sum, float correction,
                                                    const float* scales, const float* zeros) {
 #pragma unroll

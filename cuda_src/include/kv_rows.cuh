@@ -102,7 +102,7 @@ struct KvRows {
     using Half = typename Select<PER_CHANNEL, uint2, uint4>::type;  // half of a lane's values of a row, as stored
 
     static constexpr int kRows = ROWS_PER_THREAD;
-    static constexpr int kValues = PER_CHANNEL ? 8 : 16, kPairs = kValues / 2;  // of a lane
+    static constexpr int kValues = PER_CHANNEL ? 8 : 16, kPairs = kValues / 2;  // of a row, in a lane
     // Lanes of a row; lanes that own the same row after `reduce_over_lanes`.
     static constexpr int kLanes = DIMS / kValues, kOwners = kLanes / kRows;
     static constexpr int kTokens = PER_CHANNEL ? kRows : 1;  // whose rows a thread has
@@ -152,7 +152,7 @@ struct KvRows {
         }
     };
 
-    // A lane's values of a row in f32.
+    // A lane's kValues values of a row in f32.
     struct FloatValues {
         float values[kValues];
 
@@ -266,8 +266,9 @@ struct KvRows {
         }
     }
 
-    // Store a lane's 8 levels of row i. With 4 bits these are half a word in each half of the row: two neighbours
-    // exchange one of them each, so that each stores a whole word.
+    // Store a lane's 8 levels of row i, four of each half of the row. With 4 bits two neighbours share a word of each
+    // half: its bytes have the even lane's levels low and the odd lane's high. They exchange four levels each, so that
+    // the even lane stores the word of the first half and the odd lane that of the second.
     static __device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[8]) {
         const unsigned first_word = bytes_of<0>(q), second_word = bytes_of<0>(q + 4);
         const bool odd = lane % 2;
@@ -337,7 +338,8 @@ struct KvRows {
         }
     }
 
-    // Scales and zero points of a lane's channels; with 8 bits there are no zero points.
+    // Scales and zero points of a lane's channels, half of them in each half of the head; with 8 bits there are no zero
+    // points.
     struct Channels {
         float scale[kValues], zero[kValues];
 
@@ -374,8 +376,9 @@ struct KvRows {
         }
     }
 
-    // Quantise and store rows with the variant's kind of constants. A function, not a lambda with an `auto` parameter:
-    // some versions of NVRTC take the latter for a host function.
+    // Quantise and store rows with the variant's kind of constants; those per channel by CorrectedQuotient, unless it
+    // does not admit the scales of all lanes of the warp. A function, not a lambda with an `auto` parameter: some
+    // versions of NVRTC take the latter for a host function.
     template <class Row>
     static __device__ __forceinline__ void append(const Row (&rows)[kRows], const Places& places,
                                                   const Channels& channels, int lane) {

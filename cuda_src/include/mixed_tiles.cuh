@@ -88,7 +88,7 @@ __device__ __forceinline__ void multiply_mixed(const Tile& tile, const unsigned 
     for (int half = 0; half < 2; ++half)
         if (block < operands.blocks4()) tile.template multiply_half<true>(acc, w, x, half);
         else tile.multiply_switched(acc, w, x + half * Tile::X_BYTES, half);
-    tile.each(acc, [&](int token, int n, int sum) {
+    tile.for_each_sum(acc, [&](int token, int n, int sum) {
         sums[(size_t(token) * operands.blocks() + block) * operands.N + n] = sum;
     });
 }
@@ -113,8 +113,8 @@ __device__ __forceinline__ bool is_last(unsigned* counted, unsigned pieces, unsi
 // Compute a part of Y from the sums of its tiles: scale them and add them up in the order of the channels, whichever
 // block made them; a thread has eight neighbours.
 template <int KIND, class Tile>
-__device__ __forceinline__ void put_together(const Tile& tile, const MixedOperands& operands, const int* sums,
-                                             const float* bias, void* y) {
+__device__ __forceinline__ void scale_and_reduce(const Tile& tile, const MixedOperands& operands, const int* sums,
+                                                 const float* bias, void* y) {
     constexpr int EIGHTS = Tile::ROWS / 8;
     const int blocks = operands.blocks(), columns = (blocks + 7) / 8 * 8;  // scales of a row
     for (int i = threadIdx.x; i < Tile::COLUMNS * EIGHTS; i += Tile::THREADS) {

@@ -14,7 +14,7 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u
 }
 
 // Transpose an 8 x 8 matrix of 16-bit elements, row g in lanes 4 g .. 4 g + 3 (PTX ISA 9.7.14.5.17).
-__device__ __forceinline__ u32 transposed(u32 row) {
+__device__ __forceinline__ u32 transpose_8x8(u32 row) {
     u32 column;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
     return column;

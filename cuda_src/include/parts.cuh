@@ -54,8 +54,8 @@ struct Row {
         return factor;
     }
 
-    // Add the rows of those of WARP_COUNT warps whose bits are set, `stride` floats apart, times their factors, in the
-    // order of the lanes that have these: lane 0 has the factor of `first_warp`.
+    // Add the rows of the active ones of WARP_COUNT warps, `stride` floats apart, times their factors. Bit i of
+    // `active_warps` and the factor of lane i are of warp (first_warp + i) % WARP_COUNT; i gives the order of addition.
     template <int WARP_COUNT>
     __device__ __forceinline__ void add_warps(const float* rows, int stride, float factor, unsigned active_warps,
                                               int first_warp) {
@@ -82,8 +82,8 @@ struct Row {
     // Read the parts of one row from the workspace and add them in order: of `count` blocks from `block` on, the first
     // has its part 1 of it, the others their part 0. Loads bypass the L1, since other blocks of the same grid may have
     // written the parts.
-    static __device__ __forceinline__ Row merged(const float* partial, const float2* stats, int block, int count,
-                                                 int columns, int column) {
+    static __device__ __forceinline__ Row merge(const float* partial, const float2* stats, int block, int count,
+                                                int columns, int column) {
         const auto part_index = [&](int i) { return ((block + i) * 2 + (i == 0)) * size_t(columns) + column; };
         constexpr int AHEAD = 8;  // parts loaded at a time
         Row row = {};
@@ -185,16 +185,16 @@ struct Row {
     // Add one part. Each operation is spelt out: it must round alike wherever this is inlined.
     __device__ __forceinline__ void add_part(float2 s, const float4 (&addends)[PIECES]) {
         const float peak = fmaxf(largest, s.x), rescale = exp2_approx(largest - peak), factor = exp2_approx(s.x - peak);
-        const auto added = [&](float a, float b) { return fmaf(factor, b, __fmul_rn(a, rescale)); };
-        largest = peak, sum = added(sum, s.y);
+        const auto add_scaled = [&](float a, float b) { return fmaf(factor, b, __fmul_rn(a, rescale)); };
+        largest = peak, sum = add_scaled(sum, s.y);
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
-            v[p] = make_float4(added(v[p].x, addends[p].x), added(v[p].y, addends[p].y), added(v[p].z, addends[p].z),
-                               added(v[p].w, addends[p].w));
+            v[p] = make_float4(add_scaled(v[p].x, addends[p].x), add_scaled(v[p].y, addends[p].y),
+                               add_scaled(v[p].z, addends[p].z), add_scaled(v[p].w, addends[p].w));
     }
 
     // Read, and clear, the part that this warp has handed over.
-    static __device__ __forceinline__ Row taken_back(unsigned* partial, unsigned* stats, size_t index) {
+    static __device__ __forceinline__ Row reclaim(unsigned* partial, unsigned* stats, size_t index) {
         Row row = {};
         float2 s;
         __syncwarp();

@@ -110,37 +110,37 @@ struct SoftmaxRows {
     float sum[2] = {0, 0};  // of the thread's weights
     int end[2];             // the first token that the row does not see
 
-    // Turn the scores of one block into weights 2^(score - largest), and add them to `sum`. Where `rescale` is not 1,
-    // earlier sums are to be multiplied by it: `largest` stays while no score exceeds it by more than `headroom`, so
-    // that few blocks ask for that.
+    // Turn the dot products of one block, which `factor` makes scores, into weights 2^(score - largest), and add these
+    // to `sum`. Where `rescale` is not 1, earlier sums are to be multiplied by it: `largest` stays while no score
+    // exceeds it by more than `headroom`, so that few blocks ask for that.
     __device__ __forceinline__ void weigh(float (&s)[BLOCK_KEYS / 2], float (&rescale)[2], float headroom) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float top = s[2 * r];
+            float top = s[2 * r];  // largest dot product
 #pragma unroll
             for (int i = 0; i < BLOCK_KEYS / 2; i += 4) top = fmaxf(top, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-            const float reference = largest[r], peak = top * factor[r];
-            largest[r] = peak > reference + headroom ? peak : reference;
-            rescale[r] = exp2_approx(reference - largest[r]);
-            float of_block = 0;
+            const float previous = largest[r], peak = top * factor[r];
+            largest[r] = peak > previous + headroom ? peak : previous;
+            rescale[r] = exp2_approx(previous - largest[r]);
+            float block_sum = 0;
 #pragma unroll
             for (int i = 0; i < BLOCK_KEYS / 2; i += 4)
 #pragma unroll
                 for (int e = 2 * r; e < 2 * r + 2; ++e) {
                     s[i + e] = exp2_approx(fmaf(s[i + e], factor[r], -largest[r]));
-                    of_block += s[i + e];
+                    block_sum += s[i + e];
                 }
-            sum[r] = fmaf(sum[r], rescale[r], of_block);
+            sum[r] = fmaf(sum[r], rescale[r], block_sum);
         }
     }
 
-    // Add another part's sum of weights to that of row g + 8 r.
+    // Add to row g + 8 r the sum of weights of another part of the tile (`Tile::parts`), relative to `part_largest`.
     __device__ __forceinline__ void add_part(int r, float part_largest, float weights) {
-        const float reference = fmaxf(largest[r], part_largest);
-        sum[r] = fmaf(weights, exp2_approx(part_largest - reference), sum[r] * exp2_approx(largest[r] - reference));
-        largest[r] = reference;
+        const float peak = fmaxf(largest[r], part_largest);
+        sum[r] = fmaf(weights, exp2_approx(part_largest - peak), sum[r] * exp2_approx(largest[r] - peak));
+        largest[r] = peak;
     }
 
     // Set scores of keys that a row does not see to -infinity; `position` is the block's first key.

@@ -61,12 +61,12 @@ __device__ __forceinline__ float warp_sum(float value) {
 
 // Exchanges NUMBERS numbers of each warp of a row through shared memory: a row has BLOCKS blocks, a cluster if more
 // than one, of WIDTH threads. To another block they go by st.async, which a barrier of that block counts: unlike a
-// barrier of the cluster it does not wait for stores to global memory. Where threads have EACH chunks, a warp says
-// numbers of each of them, as so many warps would that have one.
-template <int BLOCKS, int WIDTH, int NUMBERS, int EACH = 1>
+// barrier of the cluster it does not wait for stores to global memory. Where threads have THREAD_CHUNKS chunks, a
+// warp sends numbers of each of them, as so many warps would that have one.
+template <int BLOCKS, int WIDTH, int NUMBERS, int THREAD_CHUNKS = 1>
 struct Exchange {
-    static_assert(BLOCKS == 1 || EACH == 1, "threads of a cluster have one chunk");
-    static constexpr int WARPS = BLOCKS * WIDTH / 32 * EACH;
+    static_assert(BLOCKS == 1 || THREAD_CHUNKS == 1, "threads of a cluster have one chunk");
+    static constexpr int WARPS = BLOCKS * WIDTH / 32 * THREAD_CHUNKS;
     unsigned numbers[NUMBERS][WARPS];  // in the order of blocks and warps, those of the next chunks behind them
     u64 barrier;
 
@@ -75,13 +75,13 @@ struct Exchange {
         mbarrier_arrive_expect(&barrier, sizeof(numbers));
     }
 
-    // Send number `which` of a warp's chunk to all blocks, or to the first `listeners`, each of which waits before it
+    // Send number `which` of a warp's chunk to all blocks, or to the first `receivers`, each of which waits before it
     // ends. By all warps.
-    __device__ __forceinline__ void say(int which, unsigned number, int listeners = BLOCKS, int chunk = 0) {
+    __device__ __forceinline__ void send(int which, unsigned number, int receivers = BLOCKS, int chunk = 0) {
         const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         if constexpr (BLOCKS == 1) {
             if (lane == 0) numbers[which][chunk * (WIDTH / 32) + warp] = number;
-        } else if (lane < listeners) {
+        } else if (lane < receivers) {
             const unsigned* own_number = numbers[which] + cluster_rank() * (WIDTH / 32) + warp;
             store_async(address_in_block(own_number, lane), number, address_in_block(&barrier, lane));
         }
@@ -95,23 +95,24 @@ struct Exchange {
     // Reduce number `which` over all warps of the row. By a whole warp.
     __device__ __forceinline__ unsigned max_of(int which) const {
         unsigned largest = 0;
-        each(which, [&](unsigned number) { largest = max(largest, number); });
+        for_each_number(which, [&](unsigned number) { largest = max(largest, number); });
         return warp_max(largest);
     }
     __device__ __forceinline__ int sum_of(int which) const {
         int sum = 0;
-        each(which, [&](unsigned number) { sum += int(number); });
+        for_each_number(which, [&](unsigned number) { sum += int(number); });
         return warp_sum(sum);
     }
     __device__ __forceinline__ float float_sum_of(int which) const {
         float sum = 0;
-        each(which, [&](unsigned number) { sum += __uint_as_float(number); });
+        for_each_number(which, [&](unsigned number) { sum += __uint_as_float(number); });
         return warp_sum(sum);
     }
 
 private:
+    // Call use(number) for number `which` of every warp of the row, lane l for those of warps l, l + 32 ..
     template <typename Function>
-    __device__ __forceinline__ void each(int which, const Function& use) const {
+    __device__ __forceinline__ void for_each_number(int which, const Function& use) const {
 #pragma unroll
         for (int i = 0; i < WARPS; i += 32)
             if (i + threadIdx.x % 32 < WARPS) use(numbers[which][i + threadIdx.x % 32]);
@@ -119,7 +120,7 @@ private:
 };
 
 // Initialise the barriers of two exchanges, and arrive at the cluster's barrier: another block may send to them only
-// when they are initialised, so every block calls wait_for_open before its first `say`.
+// when they are initialised, so every block calls wait_for_open before its first `send`.
 template <int BLOCKS, typename First, typename Second>
 __device__ __forceinline__ void open(First& first_exchange, Second& second_exchange) {
     if (BLOCKS == 1) return;
@@ -166,6 +167,7 @@ struct Divider {
     __device__ __forceinline__ explicit Divider(float s) : Divider(s, ptxlab::reciprocal(s)) {}
     __device__ __forceinline__ Divider(float s, float r) : scale(s), reciprocal(r) {}  // r: 1 / s as IEEE rounds it
 
+    // Return x / scale as f32: not an integer yet.
     __device__ __forceinline__ float operator()(float x) const {
         float q = x * reciprocal;
         q = fmaf(fmaf(-scale, q, x), reciprocal, q);
@@ -258,17 +260,17 @@ struct Order {
 // Quantise and store a thread's chunks of a row, WIDTH apart from `chunk` on; the block's first thread stores the row's
 // scale and sum. The last that a block does: those of a cluster but the first only send their sums to it and return.
 // `row_exists`: whether there is such a row.
-template <int BLOCKS, int WIDTH, int EACH, int ORDER, typename Total>
-__device__ __forceinline__ void write_row(Floats (&x)[EACH], float s, Total& total, const Order<ORDER>& order, int m,
-                                          int chunk, bool row_exists, uint4* x_q, float* scale, int* token_sum) {
+template <int BLOCKS, int WIDTH, int THREAD_CHUNKS, int ORDER, typename Total>
+__device__ __forceinline__ void write_row(Floats (&x)[THREAD_CHUNKS], float s, Total& total, const Order<ORDER>& order,
+                                          int m, int chunk, bool row_exists, uint4* x_q, float* scale, int* token_sum) {
     int thread_sum = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    for (int i = 0; i < THREAD_CHUNKS; ++i) {
         const uint4 q = quantized(x[i], s);
         order.store(x_q, m, chunk + i * WIDTH, q);
         thread_sum = sum_of_bytes(q, thread_sum);
     }
-    total.say(0, warp_sum(thread_sum), 1);
+    total.send(0, warp_sum(thread_sum), 1);
     if (blockIdx.x % BLOCKS) return;
     total.wait();
     const int sum = total.sum_of(0);

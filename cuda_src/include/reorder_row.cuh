@@ -72,7 +72,7 @@ struct RowInOrder {
     }
 
     // Send a word of this warp to all blocks.
-    __device__ __forceinline__ void say(unsigned word) {
+    __device__ __forceinline__ void send_word(unsigned word) {
         const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         if constexpr (BLOCKS == 1) {
             if (lane == 0) warp_words[warp] = word;
@@ -92,7 +92,7 @@ struct RowInOrder {
     }
 
     // Add up the floats that all warps have sent as words, by a whole warp; in the order of `Exchange::float_sum_of`.
-    __device__ __forceinline__ float sum_of_said() const {
+    __device__ __forceinline__ float sum_warp_words() const {
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < BLOCKS * WARPS; i += 32)
@@ -120,6 +120,7 @@ __device__ __forceinline__ float rounded_away(float x) {
 // that scale, and values are divided (COMET: `quant.fmpq`).
 template <int RULES>
 struct Grid {
+    // extent / scale and its inverse; the least and the greatest integer; factor of the extent
     float steps, reciprocal, low, high, clip;
 
     static __device__ __forceinline__ Grid of(bool int4, float clip) {

@@ -8,7 +8,7 @@ namespace ptxlab {
 
 // Add two words of two f16 (KIND 0) or bf16 (1) each.
 template <int KIND>
-__device__ __forceinline__ unsigned added(unsigned a, unsigned b) {
+__device__ __forceinline__ unsigned add_pairs(unsigned a, unsigned b) {
     if constexpr (KIND == 1) {
         const __nv_bfloat162 sum = __hadd2(reinterpret_cast<__nv_bfloat162&>(a), reinterpret_cast<__nv_bfloat162&>(b));
         return reinterpret_cast<const unsigned&>(sum);
@@ -20,18 +20,18 @@ __device__ __forceinline__ unsigned added(unsigned a, unsigned b) {
 
 // Add two chunks.
 template <int KIND>
-__device__ __forceinline__ Chunk<KIND> added(const Chunk<KIND>& a, const Chunk<KIND>& b) {
+__device__ __forceinline__ Chunk<KIND> add_chunks(const Chunk<KIND>& a, const Chunk<KIND>& b) {
     Chunk<KIND> sum;
 #pragma unroll
     for (int i = 0; i < sum.VECTORS; ++i)
-        sum.v[i] = make_uint4(added<KIND>(a.v[i].x, b.v[i].x), added<KIND>(a.v[i].y, b.v[i].y),
-                              added<KIND>(a.v[i].z, b.v[i].z), added<KIND>(a.v[i].w, b.v[i].w));
+        sum.v[i] = make_uint4(add_pairs<KIND>(a.v[i].x, b.v[i].x), add_pairs<KIND>(a.v[i].y, b.v[i].y),
+                              add_pairs<KIND>(a.v[i].z, b.v[i].z), add_pairs<KIND>(a.v[i].w, b.v[i].w));
     return sum;
 }
 
 // Round 16 floats to a chunk of f16 (KIND 0) or bf16 (1).
 template <int KIND>
-__device__ __forceinline__ Chunk<KIND> rounded(const Floats& y) {
+__device__ __forceinline__ Chunk<KIND> rounded_chunk(const Floats& y) {
     Chunk<KIND> c;
     unsigned* words = reinterpret_cast<unsigned*>(c.v);
 #pragma unroll
@@ -46,9 +46,9 @@ __device__ __forceinline__ float weigh(Floats& y, const Chunk<KIND>& v, const Ch
     float square = 0;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-        const float each = v[i];
-        square = fmaf(each, each, square);
-        y.v[i] = __fmul_rn(each, weight[i]);
+        const float element = v[i];
+        square = fmaf(element, element, square);
+        y.v[i] = __fmul_rn(element, weight[i]);
     }
     return square;
 }

@@ -86,11 +86,12 @@ struct RowsTile {
         ptxlab::fetch_scales<COLUMNS, THREADS>(scales + 2 * ROWS, x_scale, token0, M, pair, columns);
     }
 
-    // Return the offset of this warp's first row in an operand's stage, in bytes.
+    // Return the offset in W's stage of the first of this warp's 32 rows, in bytes.
     __device__ __forceinline__ int w_at() const { return wn * 32 * ROW_BYTES; }
+    // Return the offset in X's stage of the first of this warp's TOKENS tokens, in bytes.
     __device__ __forceinline__ int x_at() const { return wm * TOKENS * ROW_BYTES; }
 
-    // Load operand A of this warp's 32 rows over half a stage, for each 16 rows two chunks.
+    // Load operand A, this warp's 32 rows of W, over half a stage, for each 16 rows two chunks.
     __device__ __forceinline__ void load_w(unsigned (&a)[2][4], const unsigned char* w, int half) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) ldmatrix_x4(a[h], w + chunk_at(h * 16 + lane % 16, half * 2 + lane / 16));
@@ -178,7 +179,7 @@ struct RowsTile {
 
     // Call use(token, n, sum) for every sum of this thread that is inside Y.
     template <class Use>
-    __device__ __forceinline__ void each(const Sums& acc, Use use) const {
+    __device__ __forceinline__ void for_each_sum(const Sums& acc, Use use) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll

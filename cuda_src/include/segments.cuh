@@ -37,9 +37,10 @@ struct Segments : Cut<(CUT > 0)> {
     // them
     int start, window_tile, tiles, padding;
 
-    // Return a / b rounded up, for 0 <= a, 1 <= b and a + b < 2^31, in half the instructions of a division: a float
-    // quotient from below, then counted up.
+    // Return a number just below 1 / b.
     static __device__ __forceinline__ float reciprocal_below(int b) { return reciprocal_approx(float(b)) * 0.999999f; }
+    // Return a / b rounded up, for 0 <= a, 1 <= b and a + b < 2^31, in half the instructions of a division: a float
+    // quotient from below, then counted up. `reciprocal`: reciprocal_below(b).
     static __device__ __forceinline__ int ceil_div(int a, int b) { return ceil_div(a, b, reciprocal_below(b)); }
     static __device__ __forceinline__ int ceil_div(int a, int b, float reciprocal) {
         int quotient = int(float(a) * reciprocal);
@@ -53,8 +54,9 @@ struct Segments : Cut<(CUT > 0)> {
 
     Segments() = default;
 
-    // Sequences of a lane, equally many and consecutive; the length of its first one, loaded early.
+    // Return how many sequences a lane has, which are consecutive.
     static __device__ __forceinline__ int share_of(int sequences) { return unsigned(sequences + 31) / 32; }
+    // Return the length of a lane's first sequence, loaded early.
     static __device__ __forceinline__ int first_length_of(const int* lengths, int sequences) {
         const int first_sequence = threadIdx.x % 32 * share_of(sequences);
         return first_sequence < sequences ? lengths[first_sequence] : 0;
@@ -110,18 +112,20 @@ struct Segments : Cut<(CUT > 0)> {
     }
 
     __device__ __forceinline__ bool has_segment() const { return start < cost_end; }
-    // The first of this unit's tiles that is the block's, and the number of those that are.
+    // The first of this unit's tiles that is the block's.
     __device__ __forceinline__ int first_tile() const {
         if constexpr (CUT > 0) return this->next_tile;
         else return max(0, cost_begin - start - padding);
     }
+    // The number of this unit's tiles that are the block's.
     __device__ __forceinline__ int tile_count() const {
         if constexpr (CUT > 0) return min(this->part_tiles, this->end_tile - this->next_tile);
         else return min(tiles, cost_end - start - padding) - first_tile();
     }
-    // The first block that has a segment of this unit, and the number of blocks that have one.
+    // The first block that has tiles of this segment's unit.
     __device__ __forceinline__ int first_block() const { return div(start + padding, block_cost); }
-    __device__ __forceinline__ int blocks() const {
+    // The number of blocks that have tiles of this segment's unit.
+    __device__ __forceinline__ int block_count() const {
         return ceil_div(start + padding + tiles, block_cost) - first_block();
     }
 

@@ -32,13 +32,14 @@ __device__ __forceinline__ void wgmma_wait() {
 // Make what ordinary stores to shared memory wrote visible to wgmma and the copy engine.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Set the registers per thread of a warp group to COUNT: fewer, or more (PTX ISA 9.7.19.5).
+// Lower the registers per thread of a warp group to COUNT, for other warp groups to take (PTX ISA 9.7.19.5).
 template <int COUNT>
-__device__ __forceinline__ void fewer_registers() {
+__device__ __forceinline__ void lower_registers_to() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
+// Raise the registers per thread of a warp group to COUNT: waits until others have given up as many.
 template <int COUNT>
-__device__ __forceinline__ void more_registers() {
+__device__ __forceinline__ void raise_registers_to() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 

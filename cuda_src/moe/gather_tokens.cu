@@ -51,7 +51,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_tokens(const uint4*
                                                                     int M, int K) {
     __shared__ int next[EXPERTS];  // the next free row of each expert
     ptxlab::launch_dependents();
-    const int each = (M + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * each, end = min(begin + each, M);
+    const int block_tokens = (M + gridDim.x - 1) / gridDim.x;
+    const int begin = blockIdx.x * block_tokens, end = min(begin + block_tokens, M);
     const int vectors = K / 16, lane = threadIdx.x % 32;
     ptxlab::wait_for_predecessors();
 

@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_activations_s8(co
 #pragma unroll 1
     for (int chunk = first_chunk + CHUNKS * THREADS; chunk < inside; chunk += THREADS)
         extent = max(extent, ptxlab::magnitude(ptxlab::load_chunk<IN>(row, chunk, true)));
-    extents.say(0, ptxlab::warp_max(extent));
+    extents.send(0, ptxlab::warp_max(extent));
     extents.wait();
 
     const float row_scale = ptxlab::scale_of(__uint_as_float(extents.max_of(0)));
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_activations_s8(co
     for (int c = CHUNKS * THREADS; c < order.chunks; c += THREADS)
         finish(ptxlab::load_chunk<IN>(row, first_chunk + c, first_chunk + c < inside), first_chunk + c);
 
-    total.say(0, ptxlab::warp_sum(sum));
+    total.send(0, ptxlab::warp_sum(sum));
     total.wait();
     sum = total.sum_of(0);
     if (threadIdx.x == 0 && m < M) {

@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
         const int chunk_c = chunk + c * THREADS;
         Chunk v = ptxlab::load_chunk<IN>(x + row, chunk_c, inside[c]);
         if (RESIDUAL) {
-            v = ptxlab::added(v, ptxlab::load_chunk<IN>(residual + row, chunk_c, inside[c]));
+            v = ptxlab::add_chunks(v, ptxlab::load_chunk<IN>(residual + row, chunk_c, inside[c]));
             __syncwarp();  // store_chunk: a pair of lanes writes halves of both chunks, so both must have read
             ptxlab::store_chunk(residual + row, chunk_c, inside[c], v);
         }
@@ -71,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
     ptxlab::wait_for_open<CLUSTER>();
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        statistics.say(0, magnitudes[c], CLUSTER, c);
-        statistics.say(1, __float_as_uint(square[c]), CLUSTER, c);
+        statistics.send(0, magnitudes[c], CLUSTER, c);
+        statistics.send(1, __float_as_uint(square[c]), CLUSTER, c);
     }
     statistics.wait();
 
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
         const int chunk_c = chunk + c * THREADS;
 #pragma unroll
         for (int i = 0; i < 16; ++i) y[c].v[i] *= factor;
-        if (NORMED) ptxlab::store_chunk(normed + row, chunk_c, inside[c], ptxlab::rounded<IN>(y[c]));
+        if (NORMED) ptxlab::store_chunk(normed + row, chunk_c, inside[c], ptxlab::rounded_chunk<IN>(y[c]));
     }
     ptxlab::write_row<CLUSTER, THREADS>(y, s, total, order, m, chunk, m < M, x_q, scale, token_sum);
 }

@@ -47,23 +47,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_reorder_quantize(
 
     Chunk v = ptxlab::load_chunk<IN>(x + row_offset, chunk, inside);
     if (RESIDUAL) {
-        v = ptxlab::added(v, ptxlab::load_chunk<IN>(residual + row_offset, chunk, inside));
+        v = ptxlab::add_chunks(v, ptxlab::load_chunk<IN>(residual + row_offset, chunk, inside));
         __syncwarp();  // store_chunk: a pair of lanes writes halves of both chunks, so both must have read
         ptxlab::store_chunk(residual + row_offset, chunk, inside, v);
     }
     ptxlab::Floats y;
     const float square = ptxlab::warp_sum(ptxlab::weigh(y, v, weight));
     row.wait_for_open();
-    row.say(__float_as_uint(square));
+    row.send_word(__float_as_uint(square));
     row.send<GROUP>(y, places, channels, inside);
     row.wait();
 
-    const float mean = __fmul_rn(row.sum_of_said(), share);
+    const float mean = __fmul_rn(row.sum_warp_words(), share);
     const float factor = ptxlab::rms_factor(mean, eps);
     if (NORMED) {
 #pragma unroll
         for (int i = 0; i < 16; ++i) y.v[i] *= factor;
-        ptxlab::store_chunk(normed + row_offset, chunk, inside, ptxlab::rounded<IN>(y));
+        ptxlab::store_chunk(normed + row_offset, chunk, inside, ptxlab::rounded_chunk<IN>(y));
     }
     ptxlab::write_atom_row<GROUP, PACKED, CODE>(row, factor, clip, channels, m, {x_q, x8, x_scale});
 }

@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) silu_mul_quantize(
     for (int c = 1; c < CHUNKS; ++c) take(c, chunk + c * THREADS, chunk + c * THREADS < K / 16 && m < M);
     ptxlab::wait_for_open<CLUSTER>();
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) extents.say(0, magnitudes[c], CLUSTER, c);
+    for (int c = 0; c < CHUNKS; ++c) extents.send(0, magnitudes[c], CLUSTER, c);
     extents.wait();
 
     const float s = ptxlab::scale_of(__uint_as_float(extents.max_of(0)));

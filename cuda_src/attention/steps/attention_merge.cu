@@ -24,6 +24,6 @@ extern "C" __global__ void __launch_bounds__(32 * COLUMNS) attention_merge(
     const int warp = threadIdx.x / 32, column = segment.x % splits * COLUMNS + warp;
     if (segment.y == 0 || warp >= columns || column >= group * T) return;
     const int head = segment.x / splits % Hkv, sequence = segment.x / (splits * Hkv);
-    ptxlab::Row<HEAD_DIM>::merged(partial, stats, blockIdx.x, segment.y, columns, warp)
+    ptxlab::Row<HEAD_DIM>::merge(partial, stats, blockIdx.x, segment.y, columns, warp)
         .store<BF16>(out, lse, (size_t(sequence) * T + column / group) * Hq + head * group + column % group);
 }

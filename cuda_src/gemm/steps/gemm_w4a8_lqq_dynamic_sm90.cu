@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_dynami
     __syncthreads();
 
     if (threadIdx.x < 128) {  // the warp group that loads: one thread issues the copies
-        ptxlab::fewer_registers<kProducerRegisters>();
+        ptxlab::lower_registers_to<kProducerRegisters>();
         if (threadIdx.x == 0) {
             ptxlab::Slot<STAGES> slot;
             for (int task = 0; task < tasks; ++task, slot.advance()) {
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_dynami
     }
 
     // A warp group that dequantises and multiplies.
-    ptxlab::more_registers<kConsumerRegisters>();
+    ptxlab::raise_registers_to<kConsumerRegisters>();
     const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, rows = thread / 32 * 8 + thread % 32 / 4;
     int4* partial = reinterpret_cast<int4*>(ring + STAGES * kStageBytes);  // [BM / 8][128]: sums handed over
     const Epilogue epilogue{nullptr, reinterpret_cast<int*>(partial + BM / 8 * 128), nullptr, 0};

@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
     ptxlab::Slot<STAGES> slot;
     ptxlab::Slot<TILES> dequantised;
     if (role == 0) {  // load: one thread issues the copies
-        if (RESIDENT == 1) ptxlab::fewer_registers<kProducerRegisters>();
+        if (RESIDENT == 1) ptxlab::lower_registers_to<kProducerRegisters>();
         if (thread == 0) load_stages(blocks, x, schedule, ring, full, empty, slot TIMELINE_ARGUMENT);
         PHASE(WAIT_GROUP);
         __syncwarp();
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
         PHASE(WAIT_GROUP);
         if (CLUSTER > 1) ptxlab::cluster_wait();
     } else {  // multiply
-        if (RESIDENT == 1) ptxlab::more_registers<kConsumerRegisters>();
+        if (RESIDENT == 1) ptxlab::raise_registers_to<kConsumerRegisters>();
         int acc[WN][BM / 2] = {};
         int unreleased_slot = -1, unreleased_tile = -1;
         for (int stage = 0; stage < schedule.num_stages; ++stage, slot.advance(), dequantised.advance()) {

@@ -132,13 +132,13 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_s
 
     ptxlab::Slot<STAGES> slot;
     if (threadIdx.x < 128) {  // the warp group that loads: one thread issues the copies
-        ptxlab::fewer_registers<kProducerRegisters>();
+        ptxlab::lower_registers_to<kProducerRegisters>();
         if (threadIdx.x == 0) load_stages(blocks, x, schedule, ring, full, empty, slot TIMELINE_ARGUMENT);
         PHASE(WAIT_GROUP);
         __syncwarp();
         if (CLUSTER > 1) ptxlab::cluster_wait();
     } else {  // a warp group that dequantises and multiplies
-        ptxlab::more_registers<kConsumerRegisters>();
+        ptxlab::raise_registers_to<kConsumerRegisters>();
         const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, rows = thread / 32 * 8 + thread % 32 / 4;
         for (int tile = blockIdx.x / CLUSTER; tile < schedule.num_tiles; tile += gridDim.x / CLUSTER) {
             const int token0 = tile % schedule.num_token_tiles * BM,

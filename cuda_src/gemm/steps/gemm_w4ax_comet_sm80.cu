@@ -128,6 +128,6 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_comet_sm80(
         PHASE(EPILOGUE);
         unsigned* pieces = counted + size_t(output_tile.token0) * ((N + 63) / 64) + output_tile.row0 / 64;
         if (ptxlab::is_last(pieces, work.quarter == WHOLE ? PIECES : 1, PIECES * operands.blocks()))
-            ptxlab::put_together<OUT>(output_tile, operands, sums, bias, y);
+            ptxlab::scale_and_reduce<OUT>(output_tile, operands, sums, bias, y);
     }
 }

@@ -73,6 +73,6 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_inorder_sm80(
         ptxlab::multiply_mixed(y_tile, ring + i % STAGES * STAGE_BYTES, operands, number % blocks, sums);
         PHASE(EPILOGUE);
         unsigned* tiles = counted + size_t(y_tile.token0) * ((N + 63) / 64) + y_tile.row0 / 64;
-        if (ptxlab::is_last(tiles, 1, blocks)) ptxlab::put_together<OUT>(y_tile, operands, sums, bias, y);
+        if (ptxlab::is_last(tiles, 1, blocks)) ptxlab::scale_and_reduce<OUT>(y_tile, operands, sums, bias, y);
     }
 }

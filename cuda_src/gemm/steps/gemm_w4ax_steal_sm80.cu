@@ -42,19 +42,20 @@ constexpr Work NOTHING = {-1, 0};
 
 // This block's whole tiles, then quarters of the last round's tiles, which `cut` blocks have, while any are left.
 struct StolenTiles : ptxlab::RemappedTiles<RATIO> {
-    const int cut, whole, first_cut;  // number of the last round's first tile
-    unsigned* taken;                  // u32 [cut]: quarters of each that are taken
+    // Tiles of the last round, if that is not full; this block's other tiles; number of the last round's first tile.
+    const int cut, whole_tiles, first_cut_tile;
+    unsigned* taken;  // u32 [cut]: of each tile of the last round, how many quarters blocks have asked for
 
     __device__ __forceinline__ StolenTiles(int int8, int int4, unsigned* taken)
-        : RemappedTiles(int8, int4), cut(int4 ? rest % blocks : late), whole(RemappedTiles::count() - (me < cut)),
-          first_cut(int8 + int4 - cut), taken(taken) {}
+        : RemappedTiles(int8, int4), cut(int4 ? rest % blocks : late), whole_tiles(RemappedTiles::count() - (me < cut)),
+          first_cut_tile(int8 + int4 - cut), taken(taken) {}
 
     // Take a quarter of this block's own tile, or, if none is left, of the next blocks' tiles in turn. For one thread.
     __device__ __forceinline__ Work take() const {
         for (int i = 0; i < cut; ++i) {
             const int victim = (me + i) % cut;
             const unsigned quarter = atomicAdd(taken + victim, 1u);
-            if (quarter < PIECES) return {first_cut + victim, int(quarter)};
+            if (quarter < PIECES) return {first_cut_tile + victim, int(quarter)};
         }
         return NOTHING;
     }
@@ -91,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_steal_sm80(
     // Choose work item i of this block: its next whole tile, or a quarter that it takes.
     const auto choose = [&](int i) {
         if (threadIdx.x == 0)
-            works[i % (STAGES + 1)] = i < work_list.whole ? Work{work_list[i], WHOLE} : work_list.take();
+            works[i % (STAGES + 1)] = i < work_list.whole_tiles ? Work{work_list[i], WHOLE} : work_list.take();
     };
     // Issue the copies of this block's work item i into its slot, as one commit group.
     const auto fetch = [&](int i) {
@@ -128,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_steal_sm80(
         PHASE(EPILOGUE);
         unsigned* pieces = counted + size_t(y_tile.token0) * ((N + 63) / 64) + y_tile.row0 / 64;
         if (ptxlab::is_last(pieces, work.quarter == WHOLE ? PIECES : 1, PIECES * operands.blocks()))
-            ptxlab::put_together<OUT>(y_tile, operands, sums, bias, y);
+            ptxlab::scale_and_reduce<OUT>(y_tile, operands, sums, bias, y);
     }
     // Thread 0 of every block took the quarters; that of the last block to end zeroes the counters for the next launch.
     if (threadIdx.x == 0) {
