@@ -48,8 +48,9 @@ def widen(raw: Array, type_name: str) -> Array:
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
     """Compute a + b exactly as hi + lo; where hi overflows, lo has the sign of the missing part."""
     hi = a + b
-    back = hi - a
-    lo = (a - (hi - back)) + (b - back)
+    a_is_larger = np.abs(a) >= np.abs(b)
+    # The larger one is taken off first: that difference is exact, and cannot overflow where the sum does not.
+    lo = np.where(a_is_larger, b, a) - (hi - np.where(a_is_larger, a, b))
     overflow = np.isinf(hi) & np.isfinite(a) & np.isfinite(b)
     return hi, np.where(np.isfinite(hi), lo, np.where(overflow, -np.copysign(1.0, hi), 0.0))
 

@@ -733,9 +733,14 @@ def attention_workspace(head_dim: int, device: torch.device | str = "cuda") -> T
         )
 
 
-@cache
 def _plan_workspace(head_dim: int, device: int) -> _WorkspacePlan:
     """Place the arrays of this device's attention kernels in one workspace; the device must be the current one."""
+    return _plan_workspace_for(gpu.target(), head_dim, device)
+
+
+@cache
+def _plan_workspace_for(target: str | None, head_dim: int, device: int) -> _WorkspacePlan:
+    """Plan the workspace while kernels are compiled for this target, the current one."""
     sms, step = gpu.device_info().sms, choose(AttentionOptions(backend="gpu"))
     decode, end = _place_arrays(step.spec.name, step.max_memory(head_dim, sms), 0)
     if gpu.why_not(PREFILL.arch, exact=PREFILL.exact_arch):

@@ -118,8 +118,11 @@ class Repeats:
 def _classify_arguments(
     args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], list[Tensor], list[int]]:
-    """Return the key of a call's kind, every tensor of it, those of lists too, and the tensors' addresses."""
-    kind: list[Any] = [*keywords]
+    """Return the key of a call's kind, every tensor of it, those of lists too, and the tensors' addresses.
+
+    The kind includes the architecture that kernels are compiled for, since it decides which are launched.
+    """
+    kind: list[Any] = [gpu.target(), *keywords]
     tensors: list[Tensor] = []
     for argument in (*args, *keywords.values()):
         if isinstance(argument, Tensor):

@@ -366,6 +366,19 @@ def test_rounding_is_single_and_exact(name, kind):
         close_calls(case, name, mode, kind, letters)
 
 
+@pytest.mark.parametrize("name", ["add", "sub"])
+@pytest.mark.parametrize("mode", ["rz", "rm", "rp"])
+def test_sums_of_the_largest_float64s_are_rounded_as_others(name: str, mode: str) -> None:
+    """Where the sum is finite, no difference on the way to its rest may overflow."""
+    largest, other = 0x7FEFFFFFFFFFFFFF, 0x7FD384C1065CD647
+    signed_pairs = [
+        (a | i << 63, b | j << 63) for a, b in ((largest, other), (other, largest)) for i in (0, 1) for j in (0, 1)
+    ]
+    case = Case("k", f"{name}.{mode}.f64 {{d:f64}}, {{a:f64}}, {{b:f64}};")
+    a, b = np.resize(np.array(signed_pairs, np.uint64), (BLOCK, 2)).T.copy()
+    check_rounding(case, name, mode, "f64", {"d": np.zeros_like(a), "a": a, "b": b})
+
+
 @pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
 @pytest.mark.parametrize("kind", ["f32", "f64"])
 def test_square_root_and_reciprocal(kind, mode):

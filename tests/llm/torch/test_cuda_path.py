@@ -1,5 +1,6 @@
 """What the operators do with CUDA tensors, on a GPU that isn't one: arguments, results, workspaces; in the emulator."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ class TensorGpu(FakeGpu):
         monkeypatch.setattr(
             repeats, "_tensors", lambda arguments: [self.register(tensor) for tensor in tensors_of(arguments)]
         )
-        monkeypatch.setattr(operators, "_plan_workspace", operators._plan_workspace.__wrapped__)
+        monkeypatch.setattr(operators, "_plan_workspace_for", operators._plan_workspace_for.__wrapped__)
         monkeypatch.setattr(gpu, "is_device_array", lambda array: isinstance(array, DeviceArray | torch.Tensor))
         monkeypatch.setattr(gpu, "new", lambda example, shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype)))
 
@@ -200,6 +201,22 @@ def test_on_ampere_a_workspace_is_that_of_decoding(fake: TensorGpu) -> None:
     workspace = torch.zeros(plan.nbytes, dtype=torch.uint8)
     assert operators._carve_workspace(workspace, 64, is_chunked=True) is None
     assert operators._carve_workspace(workspace, 64, is_chunked=False).kernel == "attention_kv4_mma_sm80"
+
+
+def test_another_target_has_its_own_workspace_and_launches(fake: TensorGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was planned or recorded for the GPU's own architecture is not taken for kernels of another."""
+    from ptxlab.llm.torch import operators
+
+    monkeypatch.setattr(operators, "_plan_workspace_for", cache(operators._plan_workspace_for))
+    fake.runs = False
+    args, options = every_call(np.random.default_rng(0))["attention_kv4"]
+    options["workspace"] = torch.zeros(operators._plan_workspace(64, 0).nbytes, dtype=torch.uint8)
+    for arch, target in ((90, None), (80, "sm_80"), (90, None)):
+        fake.arch = arch
+        with gpu.compiling_for(target):
+            operators.ON_CUDA["attention_kv4"](*args, **options)
+    kernels = ["attention_kv4_sm90", "attention_kv4_mma_sm80", "attention_kv4_sm90"]
+    assert [kernel for kernel, _ in fake.launched] == kernels
 
 
 def on_the_gpu(args: tuple[Any, ...], how: dict[str, Any], fake: TensorGpu) -> None:
