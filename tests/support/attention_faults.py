@@ -107,7 +107,7 @@ def swap_integers(problem: Problem, rng: np.random.Generator) -> Draws:
 
 def drop_last_token(problem: Problem, rng: np.random.Generator) -> Draws:
     """Drop the last token of each draw; the results are compared with those of `replace_last_tokens`."""
-    table, lengths = problem.with_other_last_tokens()
+    table, lengths = problem.replace_last_tokens()
     return Draws(table, lengths - 1)
 
 
