@@ -84,7 +84,7 @@ def test_there_are_citations_of_every_document_in_code_kernels_and_guide(texts: 
             assert count > 1, f"{folder}: {count} citations of {document}"
 
 
-def test_the_table_has_every_section_above_a_section() -> None:
+def test_the_table_has_the_parent_of_every_section() -> None:
     for document, has in DOCUMENTS.items():
         assert all(has["sections"].values()), document
         above = {number.rpartition(".")[0] for number in has["sections"]} - {""}

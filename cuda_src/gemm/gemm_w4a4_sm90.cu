@@ -255,9 +255,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a4_sm90(
         const int token0 = coord.token_tile * schedule.tile_tokens,
                   n0 = (coord.row_tile * kStrips + group * 4 + warp) * 16;
         float row_bias[2];
-        // Without a bias -0 is added: x + -0 is x, also for x = -0.
 #pragma unroll
-        for (int r = 0; r < 2; ++r) row_bias[r] = bias ? bias[min(n0 + lane / 4 + 8 * r, N - 1)] : -0.0f;
+        for (int r = 0; r < 2; ++r) row_bias[r] = ptxlab::bias_at(bias, min(n0 + lane / 4 + 8 * r, N - 1));
         ptxlab::store_totals<OUT, BM>(total, row_bias, y, buffer, lane, token0, n0,
                                       min(M, token0 + schedule.tile_tokens), N);
     }

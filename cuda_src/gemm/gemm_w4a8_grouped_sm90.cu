@@ -53,7 +53,6 @@ static_assert(WN <= 3, "registers");
 
 constexpr int kThreads = 128 * (WN + 1);
 constexpr int kStageBlocks = BK / 128, kWarpStrips = (STRIPS + 3) / 4;  // strips that a producer warp copies
-constexpr int kThreadTokens = (BM + 127) / 128;  // tokens whose constants a consumer thread loads
 constexpr int kConsumerRegisters = WN <= 2 ? 232 : 152, kProducerRegisters = 40;
 
 // Kernel arguments that producer and consumers read.
@@ -89,7 +88,7 @@ __device__ __forceinline__ void load_row_constants(float (&w_scale)[MN][2], floa
             const size_t row = size_t(tile.expert) * N + min(n + 8 * r, N - 1);
             w_scale[h][r] = arguments.w_scale[row];
             zero[h][r] = GROUP == 0 ? arguments.w_zero[row] : 128;
-            bias[h][r] = arguments.bias ? arguments.bias[row] : -0.0f;
+            bias[h][r] = ptxlab::bias_at(arguments.bias, row);
         }
     }
 }
@@ -195,8 +194,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_grouped_sm90
         int row_zero[MN][2];
         load_row_constants(row_scale, row_bias, row_zero, strip_address, arguments, stages, tile, strip0, height, wn,
                            warp, lane);
-        float token_scale[kThreadTokens];
-        int token_sum[kThreadTokens];
+        float token_scale[ptxlab::THREAD_TOKENS<BM>];
+        int token_sum[ptxlab::THREAD_TOKENS<BM>];
         ptxlab::load_token_constants<OUT != 3, !SIGNED>(token_scale, token_sum, x_scale, x_sum, tile.token0, M, thread);
         uint4 words[2][MN];
         Stage::Constants constants[MN], next_constants[MN];

@@ -62,8 +62,7 @@ constexpr int kConsumerRegisters = kConsumerGroups == 1   ? 240
                                                           : 112;
 constexpr int kProducerRegisters = kConsumerGroups == 1 ? 56 : kConsumerGroups <= 3 ? 40 : 24;
 constexpr int kStageBlocks = BK / 128, kStageBlockBytes = kStageBlocks * Stage::BLOCK;  // of a strip in a stage
-constexpr int kWarpStrips = (STRIPS + 3) / 4;    // strips that a producer warp copies, at most
-constexpr int kThreadTokens = (BM + 127) / 128;  // tokens whose constants a consumer thread loads
+constexpr int kWarpStrips = (STRIPS + 3) / 4;  // strips that a producer warp copies, at most
 static_assert(STRIPS <= kMmaTiles * 4, "a warp has MN strips");
 static_assert(STAGES >= 2 * WK, "a slot is given back while the next stage is worked on");
 using ClusterSums = ptxlab::Epilogue<kMmaTiles, BM, SPLIT>;
@@ -259,8 +258,7 @@ __device__ __forceinline__ void load_row_constants(float (&w_scale)[MN][2], floa
         for (int r = 0; r < 2; ++r) {
             w_scale[h][r] = arguments.w_scale[min(n + 8 * r, N - 1)];
             zero[h][r] = GROUP == 0 ? arguments.w_zero[min(n + 8 * r, N - 1)] : 128;
-            // Without a bias -0 is added: x + -0 is x, also for x = -0.
-            bias[h][r] = arguments.bias ? arguments.bias[min(n + 8 * r, N - 1)] : -0.0f;
+            bias[h][r] = ptxlab::bias_at(arguments.bias, min(n + 8 * r, N - 1));
         }
     }
 }
@@ -315,8 +313,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w4a8_sm90(
         float row_scale[MN][2], row_bias[MN][2];
         int row_zero[MN][2];
         load_row_constants(row_scale, row_bias, row_zero, strip_address, arguments, stages, tile, self);
-        float token_scale[kThreadTokens];
-        int token_sum[kThreadTokens];
+        float token_scale[ptxlab::THREAD_TOKENS<BM>];
+        int token_sum[ptxlab::THREAD_TOKENS<BM>];
         ptxlab::wait_for_predecessors();
         ptxlab::load_token_constants<OUT != 3, !SIGNED>(token_scale, token_sum, x_scale, x_sum, tile.token0, M, thread);
         uint4 words[2][MN];

@@ -41,8 +41,7 @@ using ClusterSums = ptxlab::Epilogue<WN, BM, SPLIT>;
 constexpr int kThreads = 128 * (WN + 1), kTileRows = 64 * WN;
 constexpr int kBoxChannels = 128, kBoxes = BK / kBoxChannels;  // boxes of an operand in a stage
 constexpr int kXBytes = BM * BK, kStageBytes = kXBytes + kTileRows * BK;
-constexpr int kThreadTokens = (BM + 127) / 128;  // tokens whose scales a consumer thread loads
-constexpr bool kUneven = WN > 1;                 // with one warp group there are registers enough for all
+constexpr bool kUneven = WN > 1;  // with one warp group there are registers enough for all
 constexpr int kConsumerRegisters = WN <= 2 ? 232 : 152, kProducerRegisters = 40;
 static_assert(WN <= 3, "registers of four warp groups that multiply would have to be shared out otherwise");
 static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
@@ -218,12 +217,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w8a8_sm90(
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int n = min(n0 + lane / 4 + 8 * r, N - 1);
-            // Without a bias -0 is added: x + -0 is x, also for x = -0.
-            scaling.w_scale[r] = w_scale[n], scaling.bias[r] = bias ? bias[n] : -0.0f;
+            scaling.w_scale[r] = w_scale[n], scaling.bias[r] = ptxlab::bias_at(bias, n);
         }
-        float token_scales[kThreadTokens];
+        float token_scales[ptxlab::THREAD_TOKENS<BM>];
 #pragma unroll
-        for (int i = 0; i < kThreadTokens; ++i) token_scales[i] = x_scale[min(token0 + i * 128 + thread, M - 1)];
+        for (int i = 0; i < ptxlab::THREAD_TOKENS<BM>; ++i)
+            token_scales[i] = x_scale[min(token0 + i * 128 + thread, M - 1)];
         int acc[BM / 2] = {};
         multiply_stages(acc, ring, slot, schedule.num_stages, group, lane TIMELINE_ARGUMENT);
 
@@ -231,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_w8a8_sm90(
         if (SPLIT > 1) ptxlab::cluster_wait();  // the other blocks' barriers are initialised
         sums.send(acc, group, thread);
 #pragma unroll
-        for (int i = 0; i < kThreadTokens; ++i)
+        for (int i = 0; i < ptxlab::THREAD_TOKENS<BM>; ++i)
             if (i * 128 + thread < BM) scales[buffer_index * BM + i * 128 + thread] = token_scales[i];
         ptxlab::sync_warp_group(group);  // the scales of the previous tile may still be read
         sums.receive(acc, group, thread);

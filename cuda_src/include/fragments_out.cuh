@@ -20,6 +20,16 @@ struct Scaling {
     float bias[2];  // -0 where there is none: adding it changes nothing
 };
 
+// Tokens of a tile whose constants each consumer thread loads.
+template <int TOKENS>
+constexpr int THREAD_TOKENS = (TOKENS + 127) / 128;
+
+// Return the bias of row n. Without a bias that is -0: x + -0 is x, also for x = -0.
+template <class Index>
+__device__ __forceinline__ float bias_at(const float* bias, Index n) {
+    return bias ? bias[n] : -0.0f;
+}
+
 constexpr int WARP_BUFFER_BYTES = 512;  // of shared memory, in which a warp transposes results
 
 // Transposes results from pairs of tokens per lane to 8 rows of one token per lane. One stmatrix.x4.trans transposes

@@ -239,7 +239,7 @@ def test_a_layer_with_heads_of_64_is_measured_without_mixes(tiny_gpu: pytest.Mon
     assert row.more["floor attention"] == pytest.approx(2 * 70 * (32 + 4) / 4.6e6), "of one head"
 
 
-def test_parts_of_the_suite_by_words() -> None:
+def test_words_of_the_command_select_parts_of_the_suite() -> None:
     everything = layer.part([])
     assert everything.fused and everything.timeline and everything.d64 and everything.configs == layer.CONFIGS
     assert not everything.epilogues, "which has been decided"

@@ -97,7 +97,7 @@ def test_an_unavailable_gpu_names_the_emulator(
 # Names
 
 
-def looked_at(job: Job, seed: int) -> Verdict:
+def pass_without_verifying(job: Job, seed: int) -> Verdict:
     """Return a passing verdict without verifying."""
     return Verdict(job.label, job.backend, dict(job.sizes), True, "", 0.0)
 
@@ -111,7 +111,7 @@ def test_a_family_stands_for_its_kernels(cli: Any, monkeypatch: pytest.MonkeyPat
     _, out, _ = cli("sass", SUMMING, "moe", "--json")
     of_experts = ["choose_experts", "gather_tokens", "combine_experts"]
     assert [report["entry"] for report in json.loads(out)] == [SUMMING, *of_experts]
-    monkeypatch.setattr(run_commands, "verify_job", looked_at)
+    monkeypatch.setattr(run_commands, "verify_job", pass_without_verifying)
     _, out, _ = cli("verify", "moe", "--backend", "emulator", "--json")
     assert {verdict["kernel"].partition(".")[0] for verdict in json.loads(out)} == {*of_experts}
     assert not {spec.family for spec in registry.specs().values()} & set(registry.specs()), "a name is one or the other"
@@ -135,7 +135,7 @@ def test_sanitize_takes_families(cli: Any, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_form_of_a_kernel_is_named_like_a_kernel(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     both = "gemm_w4a8_small_sm90", "gemm_w4a8_small_sm90:channel"
     sources = ["gemm_w4a8_small_sm90.cu", "gemm_w4a8_small_sm90.cu:channel"]
-    monkeypatch.setattr(run_commands, "verify_job", looked_at)
+    monkeypatch.setattr(run_commands, "verify_job", pass_without_verifying)
     code, out, _ = cli("verify", *both, "--shape", "M=2,N=16,K=128,g=128", "--backend", "emulator", "--json")
     sizes = {"M": 2, "N": 16, "K": 128}
     verified = [(one["kernel"], one["sizes"]) for one in json.loads(out)[-2:]]

@@ -28,7 +28,8 @@ STORE = line_of(TEXT, "y[i] =")
 Run = Callable[[str], str]
 
 
-def made() -> ptxlab.Kernel:
+def load_kernel() -> ptxlab.Kernel:
+    """Load the template kernel for float and 2, with ROWS=8."""
     return ptxlab.load(TEXT, "k<float, 2>", defines={"ROWS": 8})
 
 
@@ -36,7 +37,7 @@ def made() -> ptxlab.Kernel:
 def run() -> Iterator[Run]:
     """Start a session at the beginning of the kernel, with two blocks of 64."""
     x = np.arange(64, dtype=np.float32)
-    with Session.of(made(), x, np.zeros_like(x), np.int32(4), grid=2, block=64) as session:
+    with Session.of(load_kernel(), x, np.zeros_like(x), np.int32(4), grid=2, block=64) as session:
         yield Commands(session).run
 
 
@@ -90,7 +91,7 @@ def test_arrays_have_the_shape_of_their_declaration(run: Run) -> None:
 
 
 def test_constants_of_declarations() -> None:
-    kernel = made()
+    kernel = load_kernel()
     instance = template_arguments(kernel)
     assert instance == {"T": "float", "DEPTH": "2"}
     numbers = {"WIDTH": 64, "HALF / 4 + 1u": 9, "DEPTH * 3": 6, "1 << 4": 16, "7 % 4 - 2": 1}

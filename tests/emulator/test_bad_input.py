@@ -53,7 +53,7 @@ BAD: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_files_that_are_none(case: str) -> None:
+def test_broken_files_are_refused_in_one_line(case: str) -> None:
     text, message = BAD[case]
     one_line(lambda: call(text), message)
 
@@ -68,7 +68,7 @@ def test_files_that_are_none(case: str) -> None:
         ((np.array([None]),), "dtype|numbers|object"),
     ],
 )
-def test_arguments_that_are_not_the_kernels(args: tuple[object, ...], message: str) -> None:
+def test_wrong_arguments_are_refused_in_one_line(args: tuple[object, ...], message: str) -> None:
     one_line(lambda: ptxlab.load(ptx(""))(*args, grid=1, block=32, backend="emulator"), message)
 
 

@@ -133,7 +133,7 @@ def test_outside_of_a_chain_nothing_is_remembered() -> None:
     assert (target == source + 2).all()
 
 
-def test_bad_input() -> None:
+def test_bad_options_of_a_chain_are_refused() -> None:
     refused = r"begin: must be one of early, late \(got soon\)"
     with pytest.raises(ArgumentError, match=refused), emulator.chain((), begin="soon"):
         pass

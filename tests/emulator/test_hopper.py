@@ -89,7 +89,7 @@ def outcome(source: str, mode: str, seed: int = 0) -> tuple[bool, list[str]]:
 
 @pytest.mark.smoke
 @both_modes
-def test_it_is_right_and_clean(mode):
+def test_the_kernel_has_the_right_result_and_no_findings(mode):
     for seed in range(3):
         assert outcome(SOURCE, mode, seed) == (True, [])
 

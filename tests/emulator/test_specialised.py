@@ -30,7 +30,7 @@ def outcome(source: str, mode: str, seed: int = 0, checks=emulator.CHECKS, *, to
 @pytest.mark.full
 @both_modes
 @pytest.mark.parametrize("blocks", [2, 8])
-def test_it_is_right_and_clean(blocks: int, mode: str) -> None:
+def test_the_kernel_has_the_right_result_and_no_findings(blocks: int, mode: str) -> None:
     for seed, (tokens, channels, depth) in enumerate([(19, 256, 768), (40, 128, 512), (1, 384, 256)]):
         sizes = {"tokens": tokens, "channels": channels, "depth": depth}
         assert outcome(specialised_gemm.SOURCE, mode, seed, blocks=blocks, **sizes) == (True, [])

@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--category", default="", choices=["", *CATEGORIES], help="only programs of this kind")
     parser.add_argument("--program", type=int, metavar="NUMBER", help="print and examine one program of the seed")
     options = parser.parse_args()
-    on_gpu = gpu.is_there()
+    on_gpu = gpu.is_available()
     if options.program is not None:
         print(build(options.seed, options.program, options.category).render())
         outcome = examine(options.seed, options.program, options.category, on_gpu)

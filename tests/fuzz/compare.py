@@ -34,8 +34,8 @@ def compare(program: Program, right: Values, observed: Values, *, models: bool =
     differs = np.zeros((len(program.slots), program.total), bool)  # a result in any bit, or what it was made of
     roots, nans = [], 0
     for i, slot in enumerate(program.slots):
-        expected = _in_memory(slot, slot.expected) if models and slot.expected is not None else rows[0][i]
-        unequal, of_nans = _unequal(slot, expected, rows[1][i])
+        expected = _memory_bits(slot, slot.expected) if models and slot.expected is not None else rows[0][i]
+        unequal, of_nans = _find_unequal(slot, expected, rows[1][i])
         inherited = np.zeros(program.total, bool)
         for source in slot.sources:
             if source.slot >= 0:
@@ -48,14 +48,14 @@ def compare(program: Program, right: Values, observed: Values, *, models: bool =
     return Comparison(roots, nans)
 
 
-def _in_memory(slot: Slot, model: Values) -> Values:
+def _memory_bits(slot: Slot, model: Values) -> Values:
     """Return a model's values as they lie in memory, with the old bits above them."""
     bits = stored_bits(slot.domain)
     low = np.uint64((1 << bits) - 1)
     return model & low | np.uint64(0xA5A5A5A5A5A5A5A5) & ~low
 
 
-def _unequal(slot: Slot, right: Values, observed: Values) -> tuple[Mask, Mask]:
+def _find_unequal(slot: Slot, right: Values, observed: Values) -> tuple[Mask, Mask]:
     """Tell where two rows of a slot differ in value, and where only in the bits of NaNs."""
     unequal = right != observed
     domain = DOMAINS[slot.domain]
@@ -64,7 +64,7 @@ def _unequal(slot: Slot, right: Values, observed: Values) -> tuple[Mask, Mask]:
     low = np.uint64((1 << domain.bits) - 1)
     beyond = (right ^ observed) & ~low != 0  # beyond the result
     with np.errstate(invalid="ignore", over="ignore"):
-        x, y = (_numbers(row & low, domain.kind, domain.bits) for row in (right, observed))
+        x, y = (_decode_bits(row & low, domain.kind, domain.bits) for row in (right, observed))
         both_nan = np.isnan(x) & np.isnan(y)
         equal = (x == y) & (np.signbit(x) == np.signbit(y))
         if slot.tolerance is not None:
@@ -74,8 +74,8 @@ def _unequal(slot: Slot, right: Values, observed: Values) -> tuple[Mask, Mask]:
     return ~agree, agree & unequal & both_nan.any(axis=1)
 
 
-def _numbers(bits: Values, kind: str, width: int) -> npt.NDArray[np.float64]:
-    """Raw values as numbers [threads, 1 or 2]."""
+def _decode_bits(bits: Values, kind: str, width: int) -> npt.NDArray[np.float64]:
+    """Convert raw bits to numbers [threads, 1 or 2]."""
     raw = bits.astype(f"u{width // 8}")
     numbers = widen(raw if kind in ("bf16", "f16x2", "bf16x2") else raw.view(f"f{width // 8}"), kind)
     return numbers.reshape(len(bits), -1)

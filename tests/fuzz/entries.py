@@ -13,8 +13,8 @@ _LINE = re.compile(r"(@\S+ )?([\w.:]+)(?: (.*))?;$")
 _PART = re.compile(r"(?<=\.)\w+$")
 
 
-def match(line: str) -> str:
-    """Return the entry that keeps a line out, or ""."""
+def find_entry(line: str) -> str:
+    """Return the name of the entry that keeps a line out, or ""."""
     if not (parts := _LINE.match(line)):
         return ""
     operands = (parts[3] or "").split(", ")
@@ -22,11 +22,11 @@ def match(line: str) -> str:
     selectors = ["".join(_PART.findall(operand)) for operand in operands]
     sources = [operand for operand in operands[1:] if operand.startswith("%")]
     seen = parts[2], bool(parts[1]), selectors, constants, len({*sources}) < len(sources)
-    return next((name for name, form in _alone() if form.fits(*seen)), "")
+    return next((name for name, form in _forms_of_one_line() if form.fits(*seen)), "")
 
 
 @cache
-def _alone() -> list[tuple[str, quirks.Form]]:
+def _forms_of_one_line() -> list[tuple[str, quirks.Form]]:
     """List the forms that one line shows."""
     return [(quirk.name, form) for quirk in quirks.load().values() if not quirk.rule for form in quirk.forms]
 
@@ -44,7 +44,7 @@ def require_rule(rule: str) -> None:
 
 
 def wrap(program: str, cluster: int = 1) -> str:
-    """PTX of a kernel that executes an entry's lines."""
+    """Write the PTX of a kernel that executes an entry's lines."""
     return f""".version 8.6
 .target sm_90a
 .address_size 64

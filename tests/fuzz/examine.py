@@ -87,7 +87,7 @@ def examine(seed: int, number: int, category: str = "", on_gpu: bool = False) ->
 
 
 def emulate(program: Program, text: str, **options: Any) -> tuple[Values, tuple[Any, ...]]:
-    """Run the text in the emulator: the slots, and findings."""
+    """Run the text in the emulator; return the slots, and the findings."""
     inputs, slots = program.arguments
     args, module = [inputs, slots, *program.extras()], emulator.parse(text, "k.ptx")
 
@@ -104,7 +104,7 @@ def emulate(program: Program, text: str, **options: Any) -> tuple[Values, tuple[
 
 
 def run_on_gpu(program: Program, text: str, level: int = gpu.LEVEL) -> Values:
-    """Run the text on the GPU: the slots."""
+    """Run the text on the GPU; return the slots."""
     inputs, slots = program.arguments
     geometry = Launch((program.blocks, 1, 1), (program.threads, 1, 1), cluster=(program.cluster, 1, 1))
     with gpu.kernels(text, program.names, level) as kernels:
@@ -113,7 +113,7 @@ def run_on_gpu(program: Program, text: str, level: int = gpu.LEVEL) -> Values:
 
 
 def _emulate(program: Program, text: str, outcome: Outcome, **options: Any) -> Values | None:
-    """Run it; None if the emulator cannot, which the outcome then says."""
+    """Run the text in the emulator and return the slots; None if it cannot, which the outcome then says."""
     try:
         slots, findings = emulate(program, text, **options)
     except (UnknownInstruction, SourceError) as error:
@@ -129,7 +129,7 @@ def _emulate(program: Program, text: str, outcome: Outcome, **options: Any) -> V
 
 
 def _compare_modes(program: Program, text: str, right: Values, outcome: Outcome) -> None:
-    """Run it late too, and a tenth with all checks: nothing may change, and nothing may be found."""
+    """Run the program in mode late too, and a tenth with all checks; no result may change, no check find anything."""
     late = program.is_asynchronous or program.chance(0.1)
     ways: list[dict[str, Any]] = [{"mode": "late", "seed": seed} for seed in LATE_SEEDS] if late else []
     ways += [{"begin": "late"}] if program.kernels > 1 else []
@@ -147,7 +147,10 @@ def _compare_modes(program: Program, text: str, right: Values, outcome: Outcome)
 
 
 def _compare_with_gpu(program: Program, text: str, right: Values, outcome: Outcome) -> None:
-    """Run it at both levels; list and reduce what differs. A program that the GPU cannot run is a mismatch."""
+    """Run the program on the GPU at both levels; list and reduce what differs.
+
+    A program that the GPU cannot run is a mismatch.
+    """
     inputs = program.arguments[0]
     try:
         slots = run_on_gpu(program, text)

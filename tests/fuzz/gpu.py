@@ -17,14 +17,17 @@ from ptxlab.spec import Launch
 LEVEL = 4  # the driver's default
 
 
-def is_there() -> bool:
+def is_available() -> bool:
     """Tell whether there is a GPU that runs the programs."""
     return gpu.why_not("sm_90a") is None
 
 
 @contextmanager
 def kernels(text: str, names: Sequence[str], level: int = LEVEL) -> Iterator[list[GpuKernel]]:
-    """Kernels of a PTX module, compiled at an optimisation level from 0 to 4; `CompileError` has the driver's log."""
+    """Compile a PTX module at an optimisation level from 0 to 4, and yield its kernels.
+
+    `CompileError` has the driver's log.
+    """
     import cupy
     from cuda.bindings import driver
 

@@ -210,7 +210,7 @@ class Program:
             clearing = [f"setp.eq.u32 {r}, %t, 3;" if d == "pred" else f"mov.b{DOMAINS[d].bits} {r}, 77;"
                       for r, d in written.values()]  # fmt: skip
             lines = [*clearing, f"@{self.pick('', '!')}{guard.text} {text}"]
-        if entry := entries.match(lines[-1]):
+        if entry := entries.find_entry(lines[-1]):
             self.avoided[entry] += 1
             return
         opcode = ("guarded " if len(lines) > 1 else "") + template.split()[0]

@@ -34,7 +34,7 @@ def reduce_to_instruction(program: Program, slot: int, emulate: Run, run: Run) -
                                   f"%in+{8 * program.total * (first_row + i)}")]  # fmt: skip
         return Unit(lines, unit.makes, is_pure=True, kernel=unit.kernel)
 
-    units = without_unread(_until(program, slot))
+    units = without_unread(_units_until(program, slot))
     if not differs(units):
         return program.render()
     for i, unit in enumerate(units):
@@ -44,8 +44,8 @@ def reduce_to_instruction(program: Program, slot: int, emulate: Run, run: Run) -
     return program.render(without_unread(units))
 
 
-def _until(program: Program, slot: int) -> list[Unit]:
-    """Units up to the one that makes the slot, and its store; no other slot is stored."""
+def _units_until(program: Program, slot: int) -> list[Unit]:
+    """List the units up to the one that makes the slot, and its store; no other slot is stored."""
     units = []
     for unit in program.units:
         if not unit.stores or slot in unit.stores:

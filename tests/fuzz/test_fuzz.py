@@ -88,12 +88,13 @@ def test_warps_of_a_block_share_no_barrier_by_chance() -> None:
     """Two warps wait at a barrier while two others are still at the one before."""
     program = Program(np.random.default_rng(0), "barriers", 192)
     program.shared.append(".shared .b8 tile[768];")
-    for sequence in (barriers.pairs, barriers.count_of_pairs):
+    for sequence in (barriers.meet_in_pairs, barriers.add_count_of_pairs):
         sequence(program, "tile")
     assert examine.emulate(program, program.render(), checks="all")[1] == ()
 
 
 def slots_of(program: Program) -> np.ndarray:
+    """Run a program in the emulator and return its slots."""
     return examine.emulate(program, program.render())[0].reshape(-1, program.total)
 
 
@@ -109,7 +110,7 @@ def test_products_of_halves_have_the_model_of_the_hardware(monkeypatch: pytest.M
 # A planted fault
 
 
-def fault(wrong: Callable[[str], str]) -> Callable[..., np.ndarray]:
+def gpu_with_fault(wrong: Callable[[str], str]) -> Callable[..., np.ndarray]:
     """Return a GPU that runs the emulator, at optimisation levels above 0 on another text."""
 
     def run(program: Program, text: str, level: int = 4) -> np.ndarray:
@@ -119,7 +120,7 @@ def fault(wrong: Callable[[str], str]) -> Callable[..., np.ndarray]:
 
 
 def first_mismatch(monkeypatch: pytest.MonkeyPatch, category: str, wrong: Callable[[str], str]) -> examine.Outcome:
-    monkeypatch.setattr(examine, "run_on_gpu", fault(wrong))
+    monkeypatch.setattr(examine, "run_on_gpu", gpu_with_fault(wrong))
     for number in range(20):
         outcome = examine.examine(4, number, category, on_gpu=True)
         if outcome.mismatches:
@@ -139,7 +140,7 @@ def test_a_wrong_instruction_is_found_and_reduced(monkeypatch: pytest.MonkeyPatc
     with zipfile.ZipFile(tmp_path / "mismatches.zip") as archive:
         assert len({name.split("/")[0] for name in archive.namelist()}) == 20
         case = re.sub(r"\W+(?=s?ad)", "_", outcome.mismatches[0].form)
-        (line,) = computing(archive.read(f"{case}/reduced.ptx").decode())
+        (line,) = computing_lines(archive.read(f"{case}/reduced.ptx").decode())
         assert "sad.s32" in line
         with np.load(io.BytesIO(archive.read(f"{case}/arrays.npz"))) as arrays:
             assert (arrays["gpu"] != arrays["emulator"]).any()
@@ -159,7 +160,7 @@ def test_a_program_that_stops_the_gpu_is_a_mismatch(monkeypatch: pytest.MonkeyPa
     assert mismatch.example == "failed on the GPU: an illegal instruction was encountered"
 
 
-def computing(text: str) -> list[str]:
+def computing_lines(text: str) -> list[str]:
     """Return the lines of a reduced program that compute."""
     body = text.split("add.s64 %out, %out, %offset;\n")[1]
     return [line for line in body.splitlines() if not re.match(r"ld\.|st\.|setp|mov|ret|}|selp", line)]
@@ -176,7 +177,7 @@ def test_what_two_instructions_make_wrong_together_keeps_both(monkeypatch: pytes
 
     outcome = first_mismatch(monkeypatch, "integers", wrong)
     assert outcome.evidence is not None
-    first, second = computing(outcome.evidence.reduced)
+    first, second = computing_lines(outcome.evidence.reduced)
     assert second.startswith("min.") and first.split()[1] in second
 
 
@@ -223,7 +224,7 @@ def test_what_follows_of_a_difference_is_no_other() -> None:
 
 @on_every_backend
 @pytest.mark.parametrize("quirk", quirks.load().values(), ids=lambda quirk: quirk.name)
-def test_an_entry(quirk: quirks.Quirk, backend: str) -> None:
+def test_an_entry_of_quirks_holds(quirk: quirks.Quirk, backend: str) -> None:
     rows = np.zeros((quirk.threads, 8), np.uint64)
     words = [[int(word, 16) for word in row] for row in quirk.inputs]
     rows[:, : len(words[0])] = [words[t % len(words)] for t in range(quirk.threads)]
@@ -242,7 +243,7 @@ def test_entries_are_complete() -> None:
         if quirk.rule:
             assert f'"{quirk.rule}"' in source
         else:
-            assert {entries.match(line) for line in quirk.program.splitlines()} - {""} == {quirk.name}
+            assert {entries.find_entry(line) for line in quirk.program.splitlines()} - {""} == {quirk.name}
 
 
 def test_nothing_is_avoided_without_an_entry() -> None:

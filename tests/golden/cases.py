@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 OUTPUTS = "depqm"
-BLOCK = 64
+BLOCK_THREADS = 64  # of every case's kernel
 _FIELD = re.compile(r"\{(\w):(\w+)\}")
 
 _I16 = [0, 1, 2, 127, 128, 255, 256, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF]
@@ -135,14 +135,16 @@ class Case:
         stream = np.random.RandomState(zlib.crc32(self.template.encode()))
         sources = {n: DOMAINS[d] for n, d in self.fields.items() if n not in OUTPUTS or n == "m"}
         limit = {1: 40, 2: 20, 3: 8, 4: 5}[min(len(sources), 4)]
-        chosen = [_thin(domain.boundary, limit, stream) for domain in sources.values()]
+        chosen = [_thin_out(domain.boundary, limit, stream) for domain in sources.values()]
         rows = [list(column) for column in zip(*itertools.product(*chosen), strict=True)]
-        extra = 256 + (-len(rows[0]) - 256) % BLOCK
+        extra = 256 + (-len(rows[0]) - 256) % BLOCK_THREADS
         arrays = {}
         for (name, domain), column in zip(sources.items(), rows, strict=True):
             width = max(domain.bits // 8, 4 if domain.bits == 1 else 1)
             random = np.frombuffer(stream.bytes(extra * width), f"u{width}").copy()
-            arrays[name] = np.concatenate((np.array(column, f"u{width}"), _tame(random, self.fields[name], stream)))
+            arrays[name] = np.concatenate(
+                (np.array(column, f"u{width}"), _fit_to_domain(random, self.fields[name], stream))
+            )
         count = len(next(iter(arrays.values())))
         for name in self.outputs:
             bits = DOMAINS[self.fields[name]].bits
@@ -154,11 +156,12 @@ class Case:
         return zlib.crc32(b"".join(arrays[name].tobytes() for name in self.fields))
 
 
-def _thin(values: list[int], limit: int, stream: np.random.RandomState) -> list[int]:
+def _thin_out(values: list[int], limit: int, stream: np.random.RandomState) -> list[int]:
+    """Draw at most `limit` of the values."""
     return values if len(values) <= limit else [values[i] for i in sorted(stream.permutation(len(values))[:limit])]
 
 
-def _tame(random: np.ndarray, domain: str, stream: np.random.RandomState) -> np.ndarray:
+def _fit_to_domain(random: np.ndarray, domain: str, stream: np.random.RandomState) -> np.ndarray:
     """Make random bits fit the domain; half of the random floats are of ordinary size."""
     half = len(random) // 2
     if domain == "pred":
@@ -183,8 +186,8 @@ def _tame(random: np.ndarray, domain: str, stream: np.random.RandomState) -> np.
     return random
 
 
-def same(case: Case, name: str, expected: np.ndarray, got: np.ndarray) -> np.ndarray:
-    """Tell where two results of a destination agree, [rows]."""
+def rows_that_agree(case: Case, name: str, expected: np.ndarray, got: np.ndarray) -> np.ndarray:
+    """Tell which rows of two results of a destination agree, [rows]."""
     kind = DOMAINS[case.fields[name]].kind
     if kind == "int":
         return expected == got

@@ -18,14 +18,17 @@ Form = Callable[[str], np.ndarray]
 
 
 def _wgmma(case: str, type_name: str, d: str, b_type: str, backend: str) -> np.ndarray:
+    """Compute D of a wgmma; `d` is the accumulator's type, `type_name` and `b_type` those of A and B."""
     return wgmma.run_narrow(case, type_name, d, b_type, backend=backend)[0]
 
 
 def _wmma(form: tuple[str, str, str], layouts: tuple[str, str, str], backend: str) -> np.ndarray:
+    """Compute D of a wmma of a form (shape, type, accumulator) and layouts of A, B and D."""
     return wmma.run_wmma(*form, layouts, backend)[0]
 
 
 def _words(function: Callable[..., tuple[np.ndarray, np.ndarray]], *form: str) -> Form:
+    """Return a form that runs a function of support on a backend."""
     return lambda backend: function(*form, backend)[0]
 
 
@@ -36,6 +39,7 @@ def _move_box(axes: int, back: str, backend: str) -> np.ndarray:
 
 
 def _reduce_words(reduction: tuple, backend: str) -> np.ndarray:
+    """Combine words in memory by a bulk reduction."""
     return tensor_copies.reduce(*reduction, backend)[0].view(np.uint8)
 
 

@@ -255,7 +255,7 @@ def fragment_cases() -> list[FragmentCase]:
     return [*_matrix_cases(), *_mma_cases(), *_wgmma_cases()]
 
 
-def rounded_cases() -> list[FragmentCase]:
+def rounding_cases() -> list[FragmentCase]:
     """List the floating-point MMAs whose results depend on how the hardware adds.
 
     They bound its distance from exact sums.
@@ -273,6 +273,6 @@ def narrow_cases() -> list[FragmentCase]:
     return _mma_cases(types=NARROW_TYPES)
 
 
-def more_cases() -> list[FragmentCase]:
+def further_mma_cases() -> list[FragmentCase]:
     """List the MMAs of further shapes and accumulators."""
     return _mma_cases(types=MORE_TYPES)

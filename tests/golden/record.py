@@ -17,7 +17,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from tests.golden.cases import BLOCK, Case, cases
+from tests.golden.cases import BLOCK_THREADS, Case, cases
 
 
 def record(case: Case, folder: Path) -> dict[str, np.ndarray]:
@@ -28,7 +28,7 @@ def record(case: Case, folder: Path) -> dict[str, np.ndarray]:
     arrays = case.inputs()
     on_device = {name: cupy.asarray(array) for name, array in arrays.items()}
     rows = len(next(iter(arrays.values())))
-    kernel((rows // BLOCK,), (BLOCK,), tuple(on_device.values()))
+    kernel((rows // BLOCK_THREADS,), (BLOCK_THREADS,), tuple(on_device.values()))
     cupy.cuda.runtime.deviceSynchronize()
     outputs = {f"{case.name}.{name}": cupy.asnumpy(on_device[name]) for name in case.outputs}
     return outputs | {f"{case.name}.inputs": np.array(case.checksum(case.inputs()), np.uint32)}

@@ -10,7 +10,14 @@ from pathlib import Path
 import cupy
 import numpy as np
 
-from tests.golden.fragments import FragmentCase, fragment_cases, more_cases, narrow_cases, rounded_cases, s4_cases
+from tests.golden.fragments import (
+    FragmentCase,
+    fragment_cases,
+    further_mma_cases,
+    narrow_cases,
+    rounding_cases,
+    s4_cases,
+)
 from tests.golden.record import record_all
 
 
@@ -26,5 +33,5 @@ def record(case: FragmentCase, folder: Path) -> dict[str, np.ndarray]:
 
 
 if __name__ == "__main__":
-    every = [*fragment_cases(), *rounded_cases(), *s4_cases(), *narrow_cases(), *more_cases()]
+    every = [*fragment_cases(), *rounding_cases(), *s4_cases(), *narrow_cases(), *further_mma_cases()]
     sys.exit(record_all(__doc__, every, record, "fragments.npz", "fragments.json"))

@@ -10,11 +10,19 @@ from ptxlab import emulator, toolchain
 from ptxlab.hardware.descriptors import MatrixDescriptor
 from ptxlab.hardware.fragments import Fragment, ldmatrix, mma_a, mma_b, mma_c, wgmma_a, wgmma_d
 from ptxlab.sources import Source
-from tests.golden.fragments import BITS, FragmentCase, fragment_cases, more_cases, narrow_cases, rounded_cases, s4_cases
+from tests.golden.fragments import (
+    BITS,
+    FragmentCase,
+    fragment_cases,
+    further_mma_cases,
+    narrow_cases,
+    rounding_cases,
+    s4_cases,
+)
 
 VECTORS = Path(__file__).parent / "fragments.npz"
 CASES = {case.name: case for case in fragment_cases()}
-NARROW = {case.name: case for case in [*s4_cases(), *narrow_cases(), *more_cases()]}
+NARROW = {case.name: case for case in [*s4_cases(), *narrow_cases(), *further_mma_cases()]}
 INTEGERS = {"s8": np.int8, "u8": np.uint8, "s4": np.int8, "u4": np.uint8}
 FLOATS = {
     "f16": np.float16, "f32": np.float32, "s32": np.int32, "tf32": np.float32,
@@ -73,7 +81,7 @@ def test_kernels_assemble() -> None:
         assert toolchain.assemble(Source.from_text(case.ptx, f"{case.name}.ptx"), "sm_90a").warnings == (), case.name
 
 
-ROUNDED = {case.name: case for case in rounded_cases()}
+ROUNDED = {case.name: case for case in rounding_cases()}
 
 
 def emulate(case: FragmentCase, mode: str) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-from tests.golden.cases import BLOCK, Case, cases, same
+from tests.golden.cases import BLOCK_THREADS, Case, cases, rows_that_agree
 
 VECTORS = Path(__file__).parent / "vectors.npz"
 CASES = cases()
@@ -24,7 +24,11 @@ def emulate(case: Case) -> dict[str, np.ndarray]:
     arrays = case.inputs()
     rows = len(next(iter(arrays.values())))
     emulator.run(
-        emulator.parse(case.ptx(), f"{case.name}.ptx"), None, list(arrays.values()), grid=rows // BLOCK, block=BLOCK
+        emulator.parse(case.ptx(), f"{case.name}.ptx"),
+        None,
+        list(arrays.values()),
+        grid=rows // BLOCK_THREADS,
+        block=BLOCK_THREADS,
     )
     return {name: arrays[name] for name in case.outputs}
 
@@ -45,7 +49,7 @@ def test_recorded(family: str, vectors) -> None:
         got = emulate(case)
         for name, actual in got.items():
             expected = vectors[f"{case.name}.{name}"]
-            bad_places = np.flatnonzero(~same(case, name, expected, actual))
+            bad_places = np.flatnonzero(~rows_that_agree(case, name, expected, actual))
             if len(bad_places):
                 row = {k: hex(int(v[bad_places[0]])) for k, v in inputs.items() if k not in "depq"}
                 first = bad_places[0]

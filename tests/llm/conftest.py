@@ -7,5 +7,5 @@ from tests.support.fake_gpu import FakeGpu
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """Fake device arrays that are NumPy's."""
+    """Replace the GPU by a fake whose device arrays are NumPy's."""
     return FakeGpu(monkeypatch)

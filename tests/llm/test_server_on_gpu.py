@@ -67,23 +67,23 @@ def run_soak(
 
 
 @pytest.fixture(scope="module")
-def small() -> QuantizedModel:
+def small_model() -> QuantizedModel:
     return QuantizedModel.rounded(FloatModel.random(SMALL))
 
 
 @pytest.mark.long(130)
 @pytest.mark.parametrize("head", HEADS)
-def test_a_long_soak_on_a_small_model(small: QuantizedModel, head: str) -> None:
+def test_a_long_soak_on_a_small_model(small_model: QuantizedModel, head: str) -> None:
     """The soak has 2,000 requests, or 5 minutes (PTXLAB_SOAK_SECONDS), by head."""
-    run_soak(small, 2000, SECONDS, 400, batch=24, pages=32, chunk=128, head=head)
+    run_soak(small_model, 2000, SECONDS, 400, batch=24, pages=32, chunk=128, head=head)
 
 
-def test_the_fast_mode_reports_where_requests_part(small: QuantizedModel) -> None:
+def test_the_fast_mode_reports_where_requests_part(small_model: QuantizedModel) -> None:
     """Requests part only where another token is nearly as likely.
 
     Attention is rounded otherwise, which moves INT8 activations.
     """
-    server = run_soak(small, 200, SECONDS, 400, batch=24, pages=32, chunk=128, head="float16", invariant=False)
+    server = run_soak(small_model, 200, SECONDS, 400, batch=24, pages=32, chunk=128, head="float16", invariant=False)
     likeliest, drawn = server.parted
     assert all(tie.margin <= MOST_APART * tie.spread for tie in likeliest)
     assert all(tie.margin <= 0.1 for tie in drawn)
@@ -97,15 +97,15 @@ def test_a_soak_on_a_model_of_7b(head: str) -> None:
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_a_token_that_is_not_finite_ends_its_request_alone(small: QuantizedModel, head: str) -> None:
+def test_a_token_that_is_not_finite_ends_its_request_alone(small_model: QuantizedModel, head: str) -> None:
     """Its keys are NaN in pages that the next requests take over."""
-    single_runner = KernelRunner(small, 1, 200, chunk=64, head=head, batch_invariant=True)
+    single_runner = KernelRunner(small_model, 1, 200, chunk=64, head=head, batch_invariant=True)
     prompts = [[*range(200 + i, 260)] for i in range(6)]
     first = Server(single_runner)
     texts = [first.submit(prompt, tokens=9) for prompt in prompts]
     first.run()
     spoilt = min({*range(100, 200)} - {token for request in texts for token in request.tokens})
-    runner = KernelRunner(small, 4, 200, pages=8, chunk=64, head=head, batch_invariant=True)
+    runner = KernelRunner(small_model, 4, 200, pages=8, chunk=64, head=head, batch_invariant=True)
     runner._embedding[spoilt] = np.inf
     server = Served(Server(runner), single_runner)
     broken_requests = [server.server.submit([*range(40), spoilt, *range(50 + i)], tokens=5) for i in range(3)]

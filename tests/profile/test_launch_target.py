@@ -74,7 +74,7 @@ def test_each_job_is_warmed_up_and_then_profiled_once(events: list[str], add4: L
     assert [launch_target.entry_of(job) for job in (*SMALL, add4)] == names
 
 
-def test_what_cannot_be_launched_is_said_in_a_line_that_the_command_finds(
+def test_a_failed_launch_is_one_line_with_the_prefix_that_the_command_looks_for(
     events: list[str], add4: LaunchTarget
 ) -> None:
     np.savez(add4.inputs, a=np.zeros(32, np.uint32))

@@ -15,7 +15,7 @@ from ptxlab import emulator
 from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, bits_of
 from ptxlab.emulator.ops.alu import alu_operation
-from tests.golden.cases import BLOCK, OUTPUTS, Case, cases, same
+from tests.golden.cases import BLOCK_THREADS, OUTPUTS, Case, cases, rows_that_agree
 from tests.support.small_kernels import HEADER
 
 z3 = pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
@@ -53,9 +53,9 @@ def symbolic(case: Case, rows: list[int]) -> dict[str, np.ndarray]:
     """Compute the outputs of a case's rows by symbolic execution on constants."""
     module, inputs = emulator.parse(case.ptx(), f"{case.name}.ptx"), case.inputs()
     buffers = [Buffer(name, array.nbytes, initial=octets(array)) for name, array in inputs.items()]
-    threads = [((row // BLOCK, 0, 0), (row % BLOCK, 0, 0)) for row in rows]
-    blocks = len(next(iter(inputs.values()))) // BLOCK
-    execute(module.entries[case.name], buffers, grid=(blocks, 1, 1), block=(BLOCK, 1, 1), threads=threads)
+    threads = [((row // BLOCK_THREADS, 0, 0), (row % BLOCK_THREADS, 0, 0)) for row in rows]
+    blocks = len(next(iter(inputs.values()))) // BLOCK_THREADS
+    execute(module.entries[case.name], buffers, grid=(blocks, 1, 1), block=(BLOCK_THREADS, 1, 1), threads=threads)
     outputs = {}
     for buffer, (name, array) in zip(buffers, inputs.items(), strict=True):
         if name in OUTPUTS:
@@ -98,7 +98,7 @@ def test_recorded_on_a_gpu(family: str, vectors) -> None:
         modelled += 1
         for name, got in outputs.items():
             expected = vectors[f"{case.name}.{name}"][rows]
-            if not same(case, name, expected, got).all():
+            if not rows_that_agree(case, name, expected, got).all():
                 wrong_cases.append(f"{case.template}: {name} is {got}, not {expected}")
     assert not wrong_cases, "\n".join(wrong_cases)
     assert modelled, "nothing of this family is modelled: say so in ABSENT"

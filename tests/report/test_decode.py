@@ -92,7 +92,7 @@ WHOLE = [decode_record.record()]
 def test_peaks_are_of_what_fits() -> None:
     """The room differs by mix: FP8 with PyTorch's attention over an FP16 cache has less than FlashInfer's over FP8."""
     rates = decode.rates(WHOLE, "LLaMA-2-7B", 80)
-    room = {name: models.largest_mix_batch(SEVEN, 80, name) for name in decode_record.OVER}
+    room = {name: models.largest_mix_batch(SEVEN, 80, name) for name in decode_record.PEER_SLOWDOWNS}
     assert room["fp8_row/sdpa"] < room["fp8_tensor/xqa_fp8"] == max(rates["FP8"])
     assert max(rates["FP16"]) == room["fp16/sdpa"] and max(rates[decode.OURS]) == 256
     steps = {row.sizes["B"]: row for row in WHOLE[0].rows if row.kernel == models.FACE and row.sizes["V"] == 32000}

@@ -36,6 +36,7 @@ def change_rows(change: Callable[[Row], Row]) -> Record:
 
 
 def target(start: str, of: Record | None = RECORD) -> Target:
+    """Return the target of attention whose name begins so, judged on a record."""
     (match,) = [t for t in targets.attention(of) if t.name.startswith(start)]
     return match
 

@@ -12,7 +12,7 @@ from ptxlab.errors import FileError
 from report import figures, frames, layer, sections, targets
 from report.targets import Target
 from tests.support import layer_record
-from tests.support.layer_record import OVER, SLOWDOWN
+from tests.support.layer_record import PEER_SLOWDOWNS, SLOWDOWN
 
 RECORD = layer_record.record()
 POINTS = layer.points(RECORD)
@@ -37,7 +37,7 @@ def test_the_points_and_their_mixes() -> None:
     ]
     assert POINTS.fraction.tolist() == pytest.approx([1 / SLOWDOWN] * len(POINTS))
     seven = POINTS[(POINTS.model == "LLaMA-2-7B") & (POINTS.B == 4)].iloc[0]  # no stored attention at 4 sequences
-    assert seven["over FP8"] == pytest.approx(OVER["fp8_tensor"]) and seven["FP8"] == "fp8_tensor/sdpa"
+    assert seven["over FP8"] == pytest.approx(PEER_SLOWDOWNS["fp8_tensor"]) and seven["FP8"] == "fp8_tensor/sdpa"
     assert seven["over humming g128"] == pytest.approx(1.6) and seven["over FP16"] == pytest.approx(4.0)
     assert seven["others_us"] == 8.0
     experts = POINTS[POINTS.model == "Mixtral-8x7B"]
@@ -59,7 +59,7 @@ def test_tables(table: Callable[[Record | None], str]) -> None:
 def test_the_layers_table() -> None:
     text = layer.layers_table(RECORD)
     row = POINTS.iloc[1]
-    over = f"{OVER['fp16']:.2f}x | {OVER['fp8_tensor']:.2f}x | {OVER['humming_chn']:.2f}x | {OVER['humming_g128']:.2f}x"
+    over = " | ".join(f"{PEER_SLOWDOWNS[name]:.2f}x" for name in ("fp16", "fp8_tensor", "humming_chn", "humming_g128"))
     assert f"| LLaMA-2-7B | 4 | {row.time_us:.1f} µs | 0.80 | {row.others_share:.0%} | {over} |" in text
     assert "| **mean** |" in text and "FlashInfer's XQA, its stored time" in text
     assert "FlashInfer's XQA over" not in text, "which did not run"

@@ -10,6 +10,7 @@ ALLOWED = {"out": Allowed(np.full((3, 4), 0.1), np.full(3, 0.05)), "lse": Allowe
 
 
 def mismatch_with(**changes: tuple[tuple[int, ...], float]) -> str | None:
+    """Describe the mismatch after adding to elements: name=(index, error)."""
     got = {name: array.copy() for name, array in RIGHT.items()}
     for name, (place, error) in changes.items():
         got[name][place] += error

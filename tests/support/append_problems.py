@@ -209,7 +209,8 @@ def make_problem(
     return Problem(k, v, cache, slots, rope)
 
 
-def rotations(T: int, D: int, index: Any, positions: bool) -> tuple[np.ndarray, ...]:
+def draw_rotations(T: int, D: int, index: Any, positions: bool) -> tuple[np.ndarray, ...]:
+    """Draw rotary tables, and positions on request, as arguments of an append."""
     rows = 50 if positions else T + 1
     angles = RNG.uniform(-9, 9, (rows, D // 2)).astype(np.float32)
     position_array = (RNG.integers(0, rows, T).astype(index),) if positions else ()
@@ -222,13 +223,13 @@ def gaussian_kv(T: int, H: int, D: int, dtype: np.dtype = DTYPES[0]) -> tuple[np
     return k.astype(dtype), v.astype(dtype)
 
 
-def scales(rows: int, precision: int) -> np.ndarray:
+def draw_scales(rows: int, precision: int) -> np.ndarray:
     """Draw f32 [rows] with significands of `precision` bits."""
     significand = RNG.integers(2 ** (precision - 1), 2**precision, rows)
     return np.ldexp(significand, RNG.integers(-14, 1, rows) - precision + 1).astype(np.float32)
 
 
-def ties(scale: np.ndarray, D: int, bits: int) -> np.ndarray:
+def draw_ties(scale: np.ndarray, D: int, bits: int) -> np.ndarray:
     """Draw f32 [rows, D], a half and an integer times the row's scale, so that each element is a tie.
 
     The extremes of a row give it exactly that scale.
@@ -240,13 +241,13 @@ def ties(scale: np.ndarray, D: int, bits: int) -> np.ndarray:
     return x
 
 
-def rotated_to_ties(rows: int, bits: int) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+def draw_rotated_ties(rows: int, bits: int) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Draw f16 [rows, 1, 64], equal within pairs, and tables that rotate it.
 
     The rotated values are ties of an f16 scale, or lie next to ties.
     """
-    scale = scales(rows, 11)
-    x, targets = RNG.uniform(1, 2, (rows, 32)).astype(np.float16), ties(scale, 32, bits)
+    scale = draw_scales(rows, 11)
+    x, targets = RNG.uniform(1, 2, (rows, 32)).astype(np.float16), draw_ties(scale, 32, bits)
     sin = (targets * RNG.integers(-6, 7, targets.shape) * 2.0**-26).astype(np.float32)
     x[:, :2], sin[:, :2] = 1, 0  # the extremes stay
     cos = (targets / x.astype(np.float32)).astype(np.float32)
@@ -256,7 +257,7 @@ def rotated_to_ties(rows: int, bits: int) -> tuple[np.ndarray, tuple[np.ndarray,
     return np.concatenate([x, x], axis=1)[:, None], (cos, sin)
 
 
-def beyond_the_levels(rows: int, bits: int) -> np.ndarray:
+def draw_beyond_the_levels(rows: int, bits: int) -> np.ndarray:
     """Draw f16 [rows, 1, 64] of three kinds in turn.
 
     Scales so small that they are rounded by up to a half of themselves, so that the zero and what lies at the other end
@@ -273,11 +274,11 @@ def beyond_the_levels(rows: int, bits: int) -> np.ndarray:
     return x
 
 
-def any_constants(scheme: str) -> Problem:
+def extreme_constants_problem(scheme: str) -> Problem:
     """Make a problem by channel whose quotients are infinite, tiny, or ties."""
     k, v = gaussian_kv(40, 2, 64)
     scale = np.exp2(RNG.integers(-126, 120, (2, 64))).astype(np.float32)
-    scale[:, ::2] = scales(64, 6).reshape(2, 32)
+    scale[:, ::2] = draw_scales(64, 6).reshape(2, 32)
     for x, channel_scale in ((k, scale), (v, scale[::-1])):
         x[:, :, ::2] = (RNG.integers(-31, 32, (40, 2, 32)) / 2 * channel_scale[:, ::2]).astype(np.float16)
     zero = RNG.integers(0, 16, (2, 64)).astype(np.float32) * (scheme == "kv4_channel")
@@ -286,7 +287,7 @@ def any_constants(scheme: str) -> Problem:
     return replace(problem, cache=cache)
 
 
-def huge_quotients(scheme: str) -> Problem:
+def huge_quotients_problem(scheme: str) -> Problem:
     """Make a problem by channel whose quotients exceed any f32, of both signs."""
     k, v = (x * np.float32(1e38) for x in np.where(RNG.random((2, 9, 2, 64)) < 0.5, -3, 3))
     problem = make_problem(k.astype(DTYPES[1]), v.astype(DTYPES[1]), scheme, 16)
@@ -294,7 +295,7 @@ def huge_quotients(scheme: str) -> Problem:
     return replace(problem, cache=replace(problem.cache, k_channel=constants, v_channel=constants))
 
 
-def next_to_ties(scheme: str, tiny: bool, tokens: int = 64) -> Problem:
+def near_ties_problem(scheme: str, tiny: bool, tokens: int = 64) -> Problem:
     """Make a problem by channel whose keys a rotation makes any f32 next to a tie of their channel's scale."""
     kv_scheme, heads = KV_SCHEMES[scheme], 2
     exponents = np.full(64, -126) if tiny else RNG.integers(-99, 99, 64)

@@ -41,6 +41,7 @@ def assert_within_bound(
 
 
 def to_device_array(array: Any) -> Any:
+    """Make a stand-in for a device array of a host array."""
     return DeviceArray(array)
 
 
@@ -50,6 +51,7 @@ def on_device(cache: KVCache) -> KVCache:
 
 
 def copy_with(array: np.ndarray, index: Any, element: Any) -> np.ndarray:
+    """Return a copy of the array with another element at the index."""
     array = array.copy()
     array[index] = element
     return array

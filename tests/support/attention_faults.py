@@ -57,7 +57,7 @@ class Problem:
     def unchanged_draws(self, draws: int = DRAWS) -> Draws:
         return Draws(np.repeat(self.cache.block_table, draws, axis=0), np.repeat(self.cache.lengths, draws))
 
-    def with_other_last_tokens(self) -> Draws:
+    def replace_last_tokens(self) -> Draws:
         """Return the unchanged draws, each with another last token."""
         draws = self.unchanged_draws()
         draws.table[:, -1] = np.resize(self.other_last_pages, DRAWS)
@@ -86,18 +86,18 @@ def problem(data: kvdata.Data, heads: tuple[int, int], length: int, spare: int =
     return Problem(q, replace(cache, pool=np.concatenate([sequence_pages, swaps, lasts])), swapped, *page_numbers)
 
 
-def page_skipped(problem: Problem, rng: np.random.Generator) -> Draws:
+def skip_page(problem: Problem, rng: np.random.Generator) -> Draws:
     return _remove_pages(problem, first := rng.integers(0, problem.full_pages, DRAWS), first + 1)
 
 
-def neighbours_page(problem: Problem, rng: np.random.Generator) -> Draws:
+def read_neighbours_page(problem: Problem, rng: np.random.Generator) -> Draws:
     table, lengths = problem.unchanged_draws()
     first = rng.integers(0, problem.full_pages - 1, DRAWS)
     table[np.arange(DRAWS), first] = problem.cache.block_table[0, first + 1]
     return Draws(table, lengths)
 
 
-def integers_swapped(problem: Problem, rng: np.random.Generator) -> Draws:
+def swap_integers(problem: Problem, rng: np.random.Generator) -> Draws:
     """Swap the integers of keys and values of one page in each draw."""
     table, lengths = problem.unchanged_draws()
     swap = rng.integers(0, len(problem.swaps), DRAWS)
@@ -105,13 +105,13 @@ def integers_swapped(problem: Problem, rng: np.random.Generator) -> Draws:
     return Draws(table, lengths)
 
 
-def last_token_lost(problem: Problem, rng: np.random.Generator) -> Draws:
-    """Drop the last token of each draw; the results are compared with those of `with_other_last_tokens`."""
-    table, lengths = problem.with_other_last_tokens()
+def drop_last_token(problem: Problem, rng: np.random.Generator) -> Draws:
+    """Drop the last token of each draw; the results are compared with those of `replace_last_tokens`."""
+    table, lengths = problem.replace_last_tokens()
     return Draws(table, lengths - 1)
 
 
-def part_dropped(problem: Problem, rng: np.random.Generator) -> Draws:
+def drop_part(problem: Problem, rng: np.random.Generator) -> Draws:
     """Drop a run of pages in each draw, such as another block hands over."""
     count = rng.integers(1, max(2, problem.full_pages // 2), DRAWS)
     first = rng.integers(0, problem.full_pages - count)
@@ -119,11 +119,11 @@ def part_dropped(problem: Problem, rng: np.random.Generator) -> Draws:
 
 
 FAULTS: tuple[Callable[[Problem, np.random.Generator], Draws], ...] = (
-    page_skipped,
-    neighbours_page,
-    integers_swapped,
-    last_token_lost,
-    part_dropped,
+    skip_page,
+    read_neighbours_page,
+    swap_integers,
+    drop_last_token,
+    drop_part,
 )
 
 

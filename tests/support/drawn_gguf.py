@@ -162,8 +162,8 @@ def _write(file: GgufDraft, path: Path) -> None:
 # --- twists ----------------------------------------------------------------------------------------------------------
 
 
-def key(**changes: Any) -> Callable[[GgufDraft], object]:
-    """Change metadata; `__` stands for a dot, None drops a key."""
+def set_metadata(**changes: Any) -> Callable[[GgufDraft], object]:
+    """Return an edit that changes metadata; `__` stands for a dot, None drops a key."""
 
     def edit(file: GgufDraft) -> None:
         for name, setting in changes.items():
@@ -177,13 +177,13 @@ def key(**changes: Any) -> Callable[[GgufDraft], object]:
     return edit
 
 
-def drop(name: str) -> Callable[[GgufDraft], object]:
-    """Drop a tensor."""
+def drop_tensor(name: str) -> Callable[[GgufDraft], object]:
+    """Return an edit that drops a tensor."""
     return lambda file: file.tensors.pop(name)
 
 
-def tensor(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[GgufDraft], None]:
-    """Change the content of a tensor."""
+def change_tensor(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[GgufDraft], None]:
+    """Return an edit that changes the content of a tensor."""
 
     def edit(file: GgufDraft) -> None:
         content, kind = file.tensors[name]
@@ -193,19 +193,19 @@ def tensor(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[G
 
 
 def add(name: str) -> Callable[[GgufDraft], object]:
-    """Add a tensor."""
+    """Return an edit that adds a tensor."""
     return lambda file: file.tensors.update({name: (np.ones(8, np.float32), "F32")})
 
 
-def with_nan(content: np.ndarray) -> np.ndarray:
-    """Put a NaN into a copy."""
+def put_nan(content: np.ndarray) -> np.ndarray:
+    """Return a copy with a NaN in it."""
     changed = content.copy()
     changed[1] = np.nan
     return changed
 
 
 def align(alignment: int) -> Callable[[GgufDraft], None]:
-    """Align tensors to so many bytes."""
+    """Return an edit that aligns tensors to so many bytes."""
 
     def edit(file: GgufDraft) -> None:
         file.alignment = alignment
@@ -213,8 +213,8 @@ def align(alignment: int) -> Callable[[GgufDraft], None]:
     return edit
 
 
-def architecture(name: str) -> Callable[[GgufDraft], None]:
-    """Name another architecture."""
+def set_architecture(name: str) -> Callable[[GgufDraft], None]:
+    """Return an edit that names another architecture."""
 
     def edit(file: GgufDraft) -> None:
         file.metadata = {name + k.removeprefix(file.arch) if k.startswith(file.arch) else k: v
@@ -230,8 +230,8 @@ def cut_off(path: Path, rng: np.random.Generator) -> None:
     path.write_bytes(content[: int(rng.integers(len(content)))])
 
 
-def bytes_at(place: int, content: bytes) -> Callable[[Path, np.random.Generator], None]:
-    """Overwrite bytes."""
+def overwrite_bytes(place: int, content: bytes) -> Callable[[Path, np.random.Generator], None]:
+    """Return a damage that overwrites bytes from a place on."""
 
     def damage(path: Path, rng: np.random.Generator) -> None:
         whole = path.read_bytes()
@@ -240,14 +240,15 @@ def bytes_at(place: int, content: bytes) -> Callable[[Path, np.random.Generator]
     return damage
 
 
-def _of_rope(kind: str, **numbers: Any) -> dict[str, Any]:
+def _rope_config(kind: str, **numbers: Any) -> dict[str, Any]:
+    """Return the config keys of a rotation of this type."""
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **numbers}}
 
 
-_DEFAULT, _LINEAR = _of_rope("default"), _of_rope("linear", factor=4.0)
+_DEFAULT, _LINEAR = _rope_config("default"), _rope_config("linear", factor=4.0)
 # Sizes that blocks of 256 divide too
 _SQUARE = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32, "hidden_size": 256}
-_YARN = _of_rope("yarn", factor=4.0, original_max_position_embeddings=32)
+_YARN = _rope_config("yarn", factor=4.0, original_max_position_embeddings=32)
 _OTHER_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 256}
 
 GGUF_TWISTS: dict[str, GgufTwist] = {
@@ -256,66 +257,72 @@ GGUF_TWISTS: dict[str, GgufTwist] = {
     "gguf of further types": GgufTwist(),
     "gguf tied": GgufTwist(settings={"tie_word_embeddings": True}),
     "gguf linear": GgufTwist(settings=_LINEAR),
-    "rope.scaling.factor without type": GgufTwist(settings=_LINEAR, edit_file=key(rope__scaling__type=None)),
+    "rope.scaling.factor without type": GgufTwist(settings=_LINEAR, edit_file=set_metadata(rope__scaling__type=None)),
     "rope.scale_linear": GgufTwist(
         settings=_LINEAR,
-        edit_file=key(rope__scaling__type=None, rope__scaling__factor=None, rope__scale_linear=4.0),
+        edit_file=set_metadata(rope__scaling__type=None, rope__scaling__factor=None, rope__scale_linear=4.0),
     ),
     "rope.scaling.type none": GgufTwist(
-        settings=_DEFAULT, edit_file=key(rope__scaling__type="none", rope__scaling__factor=4.0)
+        settings=_DEFAULT, edit_file=set_metadata(rope__scaling__type="none", rope__scaling__factor=4.0)
     ),
-    "rope.scaling.factor 0": GgufTwist(settings=_DEFAULT, edit_file=key(rope__scaling__factor=0.0)),
-    "rope.scaling.factor 1": GgufTwist(settings=_DEFAULT, edit_file=key(rope__scaling__factor=1.0)),
+    "rope.scaling.factor 0": GgufTwist(settings=_DEFAULT, edit_file=set_metadata(rope__scaling__factor=0.0)),
+    "rope.scaling.factor 1": GgufTwist(settings=_DEFAULT, edit_file=set_metadata(rope__scaling__factor=1.0)),
     "gguf yarn": GgufTwist(
         EITHER,
         settings=_YARN,
-        edit_file=key(rope__scaling__type="yarn", rope__scaling__factor=4.0, rope__scaling__original_context_length=32),
+        edit_file=set_metadata(
+            rope__scaling__type="yarn", rope__scaling__factor=4.0, rope__scaling__original_context_length=32
+        ),
     ),
-    "rope.scaling.attn_factor": GgufTwist(REFUSED, settings=_LINEAR, edit_file=key(rope__scaling__attn_factor=1.5)),
-    "rope.scaling.type unknown": GgufTwist(REFUSED, edit_file=key(rope__scaling__type="spiral")),
-    "rope.freq_base absent": GgufTwist(settings=_DEFAULT, edit_file=key(rope__freq_base=None)),
+    "rope.scaling.attn_factor": GgufTwist(
+        REFUSED, settings=_LINEAR, edit_file=set_metadata(rope__scaling__attn_factor=1.5)
+    ),
+    "rope.scaling.type unknown": GgufTwist(REFUSED, edit_file=set_metadata(rope__scaling__type="spiral")),
+    "rope.freq_base absent": GgufTwist(settings=_DEFAULT, edit_file=set_metadata(rope__freq_base=None)),
     "key_length absent": GgufTwist(
-        settings=_SQUARE, edit_file=key(attention__key_length=None, attention__value_length=None)
+        settings=_SQUARE, edit_file=set_metadata(attention__key_length=None, attention__value_length=None)
     ),
     "key_length absent where it differs": GgufTwist(
         REFUSED,
         settings=_OTHER_HEADS,
-        edit_file=key(attention__key_length=None, attention__value_length=None, rope__dimension_count=None),
+        edit_file=set_metadata(attention__key_length=None, attention__value_length=None, rope__dimension_count=None),
     ),
-    "value_length another": GgufTwist(REFUSED, edit_file=key(attention__value_length=4)),
-    "rope.dimension_count absent": GgufTwist(edit_file=key(rope__dimension_count=None)),
-    "rope.dimension_count half": GgufTwist(REFUSED, edit_file=key(rope__dimension_count=4)),
-    "head_count_kv absent": GgufTwist(settings=_SQUARE, edit_file=key(attention__head_count_kv=None)),
+    "value_length another": GgufTwist(REFUSED, edit_file=set_metadata(attention__value_length=4)),
+    "rope.dimension_count absent": GgufTwist(edit_file=set_metadata(rope__dimension_count=None)),
+    "rope.dimension_count half": GgufTwist(REFUSED, edit_file=set_metadata(rope__dimension_count=4)),
+    "head_count_kv absent": GgufTwist(settings=_SQUARE, edit_file=set_metadata(attention__head_count_kv=None)),
     "head_count_kv by layer": GgufTwist(
         EITHER,
         settings={**_SQUARE, "num_hidden_layers": 2},
-        edit_file=key(attention__head_count_kv=[8, 8]),
+        edit_file=set_metadata(attention__head_count_kv=[8, 8]),
     ),
-    "vocab_size absent in metadata": GgufTwist(edit_file=key(vocab_size=None)),
-    "vocab_size another": GgufTwist(REFUSED, edit_file=key(vocab_size=310)),
-    "context_length absent": GgufTwist(edit_file=key(context_length=None)),
+    "vocab_size absent in metadata": GgufTwist(edit_file=set_metadata(vocab_size=None)),
+    "vocab_size another": GgufTwist(REFUSED, edit_file=set_metadata(vocab_size=310)),
+    "context_length absent": GgufTwist(edit_file=set_metadata(context_length=None)),
     "epsilon absent": GgufTwist(
-        EITHER, settings={"rms_norm_eps": 1e-3}, edit_file=key(attention__layer_norm_rms_epsilon=None)
+        EITHER, settings={"rms_norm_eps": 1e-3}, edit_file=set_metadata(attention__layer_norm_rms_epsilon=None)
     ),
-    "block_count a text": GgufTwist(REFUSED, edit_file=key(block_count="2")),
-    "block_count 10^9": GgufTwist(REFUSED, edit_file=key(block_count=10**9)),
-    "expert_count 8": GgufTwist(REFUSED, edit_file=key(expert_count=8, expert_used_count=2), families=("llama",)),
-    "architecture unknown": GgufTwist(REFUSED, edit_file=architecture("spiral")),
-    "architecture gemma": GgufTwist(REFUSED, edit_file=architecture("gemma")),
+    "block_count a text": GgufTwist(REFUSED, edit_file=set_metadata(block_count="2")),
+    "block_count 10^9": GgufTwist(REFUSED, edit_file=set_metadata(block_count=10**9)),
+    "expert_count 8": GgufTwist(
+        REFUSED, edit_file=set_metadata(expert_count=8, expert_used_count=2), families=("llama",)
+    ),
+    "architecture unknown": GgufTwist(REFUSED, edit_file=set_architecture("spiral")),
+    "architecture gemma": GgufTwist(REFUSED, edit_file=set_architecture("gemma")),
     "biases of llama": GgufTwist(EITHER, settings={"attention_bias": True}, families=("llama",)),
     "alignment 64": GgufTwist(edit_file=align(64)),
-    "no tokens": GgufTwist(REFUSED, edit_file=key(tokenizer__ggml__tokens=None)),
-    "gguf norm missing": GgufTwist(REFUSED, edit_file=drop("output_norm.weight")),
-    "gguf matrix missing": GgufTwist(REFUSED, edit_file=drop("blk.0.ffn_up.weight")),
-    "gguf row missing": GgufTwist(REFUSED, edit_file=tensor("blk.0.ffn_up.weight", lambda rows: rows[1:])),
-    "gguf NaN": GgufTwist(REFUSED, edit_file=tensor("output_norm.weight", with_nan)),
+    "no tokens": GgufTwist(REFUSED, edit_file=set_metadata(tokenizer__ggml__tokens=None)),
+    "gguf norm missing": GgufTwist(REFUSED, edit_file=drop_tensor("output_norm.weight")),
+    "gguf matrix missing": GgufTwist(REFUSED, edit_file=drop_tensor("blk.0.ffn_up.weight")),
+    "gguf row missing": GgufTwist(REFUSED, edit_file=change_tensor("blk.0.ffn_up.weight", lambda rows: rows[1:])),
+    "gguf NaN": GgufTwist(REFUSED, edit_file=change_tensor("output_norm.weight", put_nan)),
     "gguf unknown tensor": GgufTwist(
         EITHER,
         edit_file=lambda file: file.tensors.update({"blk.0.attn_q_norm.weight": (np.ones(8, np.float32), "F32")}),
     ),
     "gguf cut off": GgufTwist(REFUSED, damage=cut_off),
     "gguf empty": GgufTwist(REFUSED, damage=lambda path, rng: path.write_bytes(b"")),
-    "gguf of version 1": GgufTwist(REFUSED, damage=bytes_at(4, b"\1\0\0\0")),
-    "gguf big-endian": GgufTwist(REFUSED, damage=bytes_at(4, b"\0\0\0\3")),
-    "gguf of 10^18 tensors": GgufTwist(REFUSED, damage=bytes_at(8, (10**18).to_bytes(8, "little"))),
+    "gguf of version 1": GgufTwist(REFUSED, damage=overwrite_bytes(4, b"\1\0\0\0")),
+    "gguf big-endian": GgufTwist(REFUSED, damage=overwrite_bytes(4, b"\0\0\0\3")),
+    "gguf of 10^18 tensors": GgufTwist(REFUSED, damage=overwrite_bytes(8, (10**18).to_bytes(8, "little"))),
 }

@@ -209,8 +209,8 @@ def _write(file: QuantizedDraft, folder: Path, container: str) -> None:
 # --- twists ----------------------------------------------------------------------------------------------------------
 
 
-def state(**changes: Any) -> Callable[[QuantizedDraft], object]:
-    """Change keys of quantization_config; None drops a key."""
+def set_config_keys(**changes: Any) -> Callable[[QuantizedDraft], object]:
+    """Return an edit that sets keys of quantization_config; None drops a key."""
 
     def edit(file: QuantizedDraft) -> None:
         file.quantization.update(changes)
@@ -220,13 +220,13 @@ def state(**changes: Any) -> Callable[[QuantizedDraft], object]:
     return edit
 
 
-def state_weights(**changes: Any) -> Callable[[QuantizedDraft], object]:
-    """Change keys of the weights of the first of config_groups."""
+def set_weights_keys(**changes: Any) -> Callable[[QuantizedDraft], object]:
+    """Return an edit that sets keys of the weights in the first of config_groups."""
     return lambda file: file.quantization["config_groups"]["group_0"]["weights"].update(changes)
 
 
-def each_part(end: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[QuantizedDraft], None]:
-    """Change the tensors whose names end so."""
+def change_parts(end: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[QuantizedDraft], None]:
+    """Return an edit that changes the tensors whose names end with `end`."""
 
     def edit(file: QuantizedDraft) -> None:
         file.arrays |= {name: change(array) for name, array in file.arrays.items() if name.endswith(end)}
@@ -234,8 +234,8 @@ def each_part(end: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[
     return edit
 
 
-def drop_part(end: str) -> Callable[[QuantizedDraft], None]:
-    """Drop the tensors whose names end so."""
+def drop_parts(end: str) -> Callable[[QuantizedDraft], None]:
+    """Return an edit that drops the tensors whose names end with `end`."""
 
     def edit(file: QuantizedDraft) -> None:
         file.arrays = {name: array for name, array in file.arrays.items() if not name.endswith(end)}
@@ -243,8 +243,8 @@ def drop_part(end: str) -> Callable[[QuantizedDraft], None]:
     return edit
 
 
-def put_first(number: Any) -> Callable[[np.ndarray], np.ndarray]:
-    """Make the first element of a copy that number."""
+def set_first(number: Any) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a change that sets the first element of a copy."""
 
     def change(array: np.ndarray) -> np.ndarray:
         changed = array.copy()
@@ -260,12 +260,12 @@ def as_bytes(words: np.ndarray) -> np.ndarray:
     return nibbles.reshape(-1, words.shape[1]).astype(np.int8) - np.int8(8)
 
 
-def in_own_file(file: QuantizedDraft) -> None:
+def move_config_to_own_file(file: QuantizedDraft) -> None:
     """State the quantisation in quantize_config.json alone."""
     file.further["quantize_config.json"] = file.config.pop("quantization_config")
 
 
-def in_both_files(**changes: Any) -> Callable[[QuantizedDraft], None]:
+def copy_config_to_own_file(**changes: Any) -> Callable[[QuantizedDraft], None]:
     """Return an edit that also states the quantisation in quantize_config.json, with changes."""
 
     def edit(file: QuantizedDraft) -> None:
@@ -274,7 +274,7 @@ def in_both_files(**changes: Any) -> Callable[[QuantizedDraft], None]:
     return edit
 
 
-def bias_of_o(file: QuantizedDraft) -> None:
+def add_bias_of_o(file: QuantizedDraft) -> None:
     """Give o a bias, which these families do not have."""
     rows = file.arrays["model.layers.0.self_attn.o_proj.scales"].shape[1]
     file.arrays["model.layers.0.self_attn.o_proj.bias"] = np.ones(rows, np.float16)
@@ -298,39 +298,41 @@ QUANTIZED_TWISTS: dict[str, QuantizedTwist] = {
     "gptq v2": QuantizedTwist(scheme=_SECOND),
     "gptq v2 asymmetric": QuantizedTwist(scheme=Quantization(second=True, symmetric=False)),
     "gptq v2 act order": QuantizedTwist(scheme=Quantization(second=True, act_order=True, symmetric=False)),
-    "gptq without checkpoint_format": QuantizedTwist(edit_file=state(checkpoint_format=None)),
+    "gptq without checkpoint_format": QuantizedTwist(edit_file=set_config_keys(checkpoint_format=None)),
     "gptq with zero biases": QuantizedTwist(scheme=Quantization(zero_biases=True, symmetric=False)),
     "gptq with negative scales": QuantizedTwist(scheme=Quantization(negative=0.5)),
-    "gptq without g_idx": QuantizedTwist(edit_file=drop_part(".g_idx")),
-    "gptq in quantize_config.json": QuantizedTwist(scheme=_SECOND, edit_file=in_own_file),
-    "gptq in both files": QuantizedTwist(scheme=_SECOND, edit_file=in_both_files()),
+    "gptq without g_idx": QuantizedTwist(edit_file=drop_parts(".g_idx")),
+    "gptq in quantize_config.json": QuantizedTwist(scheme=_SECOND, edit_file=move_config_to_own_file),
+    "gptq in both files": QuantizedTwist(scheme=_SECOND, edit_file=copy_config_to_own_file()),
     "gptq in a torch file": QuantizedTwist(container="pytorch_model.bin"),
-    "gptq scales in float32": QuantizedTwist(edit_file=each_part(".scales", lambda array: array.astype(np.float32))),
+    "gptq scales in float32": QuantizedTwist(edit_file=change_parts(".scales", lambda array: array.astype(np.float32))),
     "gptq zero scale": QuantizedTwist(scheme=Quantization(zero_scale=True)),
     "gptq head": QuantizedTwist(
         settings={"tie_word_embeddings": False, "vocab_size": 304},
         scheme=Quantization(head=True),
-        edit_file=state(lm_head=True),
+        edit_file=set_config_keys(lm_head=True),
     ),
     "gptq short last group": QuantizedTwist(scheme=_ASYMMETRIC, settings=_WIDE),
-    "gptq group order that desc_act denies": QuantizedTwist(scheme=_ORDERED, edit_file=state(desc_act=False)),
-    "gptq v1 label on v2 zeros": QuantizedTwist(scheme=_SECOND, edit_file=state(checkpoint_format="gptq")),
-    "gptq no label on v2 zeros": QuantizedTwist(scheme=_SECOND, edit_file=state(checkpoint_format=None)),
-    "gptq v2 label on v1 zeros": QuantizedTwist(edit_file=state(checkpoint_format="gptq_v2")),
-    "gptq sym label on other zeros": QuantizedTwist(EITHER, scheme=_ASYMMETRIC, edit_file=state(sym=True)),
-    "gptq files that contradict": QuantizedTwist(REFUSED, edit_file=in_both_files(checkpoint_format="gptq_v2")),
-    "gptq act order without g_idx": QuantizedTwist(REFUSED, scheme=_ORDERED, edit_file=drop_part(".g_idx")),
-    "gptq of 8 bits": QuantizedTwist(REFUSED, edit_file=state(bits=8)),
-    "gptq of another group": QuantizedTwist(REFUSED, edit_file=state(group_size=64)),
-    "gptq checkpoint_format marlin": QuantizedTwist(REFUSED, edit_file=state(checkpoint_format="marlin")),
-    "gptq dynamic": QuantizedTwist(EITHER, edit_file=state(dynamic={"-:.*down_proj": {}})),
-    "gptq of quant_method fp8": QuantizedTwist(REFUSED, edit_file=state(quant_method="fp8")),
-    "gptq NaN scale": QuantizedTwist(REFUSED, edit_file=each_part("up_proj.scales", put_first(np.nan))),
-    "gptq g_idx out of range": QuantizedTwist(REFUSED, edit_file=each_part("up_proj.g_idx", put_first(99))),
-    "gptq g_idx negative": QuantizedTwist(REFUSED, edit_file=each_part("up_proj.g_idx", put_first(-1))),
-    "gptq zeros missing": QuantizedTwist(REFUSED, edit_file=drop_part("up_proj.qzeros")),
-    "gptq bias of o": QuantizedTwist(REFUSED, edit_file=bias_of_o),
-    "gptq word missing": QuantizedTwist(REFUSED, edit_file=each_part("up_proj.qweight", lambda array: array[1:])),
+    "gptq group order that desc_act denies": QuantizedTwist(scheme=_ORDERED, edit_file=set_config_keys(desc_act=False)),
+    "gptq v1 label on v2 zeros": QuantizedTwist(scheme=_SECOND, edit_file=set_config_keys(checkpoint_format="gptq")),
+    "gptq no label on v2 zeros": QuantizedTwist(scheme=_SECOND, edit_file=set_config_keys(checkpoint_format=None)),
+    "gptq v2 label on v1 zeros": QuantizedTwist(edit_file=set_config_keys(checkpoint_format="gptq_v2")),
+    "gptq sym label on other zeros": QuantizedTwist(EITHER, scheme=_ASYMMETRIC, edit_file=set_config_keys(sym=True)),
+    "gptq files that contradict": QuantizedTwist(
+        REFUSED, edit_file=copy_config_to_own_file(checkpoint_format="gptq_v2")
+    ),
+    "gptq act order without g_idx": QuantizedTwist(REFUSED, scheme=_ORDERED, edit_file=drop_parts(".g_idx")),
+    "gptq of 8 bits": QuantizedTwist(REFUSED, edit_file=set_config_keys(bits=8)),
+    "gptq of another group": QuantizedTwist(REFUSED, edit_file=set_config_keys(group_size=64)),
+    "gptq checkpoint_format marlin": QuantizedTwist(REFUSED, edit_file=set_config_keys(checkpoint_format="marlin")),
+    "gptq dynamic": QuantizedTwist(EITHER, edit_file=set_config_keys(dynamic={"-:.*down_proj": {}})),
+    "gptq of quant_method fp8": QuantizedTwist(REFUSED, edit_file=set_config_keys(quant_method="fp8")),
+    "gptq NaN scale": QuantizedTwist(REFUSED, edit_file=change_parts("up_proj.scales", set_first(np.nan))),
+    "gptq g_idx out of range": QuantizedTwist(REFUSED, edit_file=change_parts("up_proj.g_idx", set_first(99))),
+    "gptq g_idx negative": QuantizedTwist(REFUSED, edit_file=change_parts("up_proj.g_idx", set_first(-1))),
+    "gptq zeros missing": QuantizedTwist(REFUSED, edit_file=drop_parts("up_proj.qzeros")),
+    "gptq bias of o": QuantizedTwist(REFUSED, edit_file=add_bias_of_o),
+    "gptq word missing": QuantizedTwist(REFUSED, edit_file=change_parts("up_proj.qweight", lambda array: array[1:])),
     "gptq cut off": QuantizedTwist(REFUSED, damage=cut_off),
     "awq": QuantizedTwist(kinds=_AWQ, scheme=_ASYMMETRIC),
     "awq rows": QuantizedTwist(kinds=_AWQ, scheme=_ROWS),
@@ -339,17 +341,23 @@ QUANTIZED_TWISTS: dict[str, QuantizedTwist] = {
     "awq with floats kept": QuantizedTwist(
         kinds=_AWQ,
         scheme=Quantization(symmetric=False, ignored=("down_proj.weight",)),
-        edit_file=state(modules_to_not_convert=["down_proj"]),
+        edit_file=set_config_keys(modules_to_not_convert=["down_proj"]),
     ),
-    "awq zero_point false": QuantizedTwist(kinds=_AWQ, edit_file=state(zero_point=False)),
+    "awq zero_point false": QuantizedTwist(kinds=_AWQ, edit_file=set_config_keys(zero_point=False)),
     "awq zero_point false with other zeros": QuantizedTwist(
-        EITHER, kinds=_AWQ, scheme=_ASYMMETRIC, edit_file=state(zero_point=False)
+        EITHER, kinds=_AWQ, scheme=_ASYMMETRIC, edit_file=set_config_keys(zero_point=False)
     ),
-    "awq version gemv": QuantizedTwist(REFUSED, kinds=_AWQ, scheme=_ASYMMETRIC, edit_file=state(version="gemv")),
-    "awq version marlin": QuantizedTwist(REFUSED, kinds=_AWQ, scheme=_ASYMMETRIC, edit_file=state(version="marlin")),
-    "awq of 8 bits": QuantizedTwist(REFUSED, kinds=_AWQ, edit_file=state(bits=8)),
-    "awq of another group": QuantizedTwist(REFUSED, kinds=_AWQ, edit_file=state(group_size=128)),
-    "awq scale infinite": QuantizedTwist(REFUSED, kinds=_AWQ, edit_file=each_part("up_proj.scales", put_first(np.inf))),
+    "awq version gemv": QuantizedTwist(
+        REFUSED, kinds=_AWQ, scheme=_ASYMMETRIC, edit_file=set_config_keys(version="gemv")
+    ),
+    "awq version marlin": QuantizedTwist(
+        REFUSED, kinds=_AWQ, scheme=_ASYMMETRIC, edit_file=set_config_keys(version="marlin")
+    ),
+    "awq of 8 bits": QuantizedTwist(REFUSED, kinds=_AWQ, edit_file=set_config_keys(bits=8)),
+    "awq of another group": QuantizedTwist(REFUSED, kinds=_AWQ, edit_file=set_config_keys(group_size=128)),
+    "awq scale infinite": QuantizedTwist(
+        REFUSED, kinds=_AWQ, edit_file=change_parts("up_proj.scales", set_first(np.inf))
+    ),
     "ct": QuantizedTwist(kinds=_CT),
     "ct asymmetric": QuantizedTwist(kinds=_CT, scheme=_ASYMMETRIC),
     "ct rows": QuantizedTwist(kinds=_CT, scheme=Quantization(group=0)),
@@ -359,10 +367,10 @@ QUANTIZED_TWISTS: dict[str, QuantizedTwist] = {
     "ct short last group": QuantizedTwist(kinds=_CT, settings=_WIDE),
     "ct short last group, asymmetric": QuantizedTwist(kinds=_CT, scheme=_ASYMMETRIC, settings=_WIDE),
     "ct zero points in bytes": QuantizedTwist(
-        EITHER, kinds=_CT, scheme=_ASYMMETRIC, edit_file=each_part(".weight_zero_point", as_bytes)
+        EITHER, kinds=_CT, scheme=_ASYMMETRIC, edit_file=change_parts(".weight_zero_point", as_bytes)
     ),
     "ct one group longer than the row": QuantizedTwist(
-        kinds=_CT, scheme=Quantization(group=0), edit_file=state_weights(strategy="group", group_size=128)
+        kinds=_CT, scheme=Quantization(group=0), edit_file=set_weights_keys(strategy="group", group_size=128)
     ),
     "ct of several groups": QuantizedTwist(kinds=_CT, scheme=Quantization(spread=_SPREAD)),
     "ct with floats kept": QuantizedTwist(
@@ -376,37 +384,41 @@ QUANTIZED_TWISTS: dict[str, QuantizedTwist] = {
         ),
     ),
     "ct with a KV cache scheme": QuantizedTwist(
-        EITHER, kinds=_CT, edit_file=state(kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor"})
+        EITHER,
+        kinds=_CT,
+        edit_file=set_config_keys(kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor"}),
     ),
-    "ct of 8 bits": QuantizedTwist(REFUSED, kinds=_CT, edit_file=state_weights(num_bits=8)),
-    "ct of floats": QuantizedTwist(REFUSED, kinds=_CT, edit_file=state_weights(type="float")),
-    "ct of another group": QuantizedTwist(REFUSED, kinds=_CT, edit_file=state_weights(group_size=64)),
-    "ct format marlin-24": QuantizedTwist(REFUSED, kinds=_CT, edit_file=state(format="marlin-24")),
+    "ct of 8 bits": QuantizedTwist(REFUSED, kinds=_CT, edit_file=set_weights_keys(num_bits=8)),
+    "ct of floats": QuantizedTwist(REFUSED, kinds=_CT, edit_file=set_weights_keys(type="float")),
+    "ct of another group": QuantizedTwist(REFUSED, kinds=_CT, edit_file=set_weights_keys(group_size=64)),
+    "ct format marlin-24": QuantizedTwist(REFUSED, kinds=_CT, edit_file=set_config_keys(format="marlin-24")),
     "ct sparse": QuantizedTwist(
-        REFUSED, kinds=_CT, edit_file=state(sparsity_config={"format": "sparse-24-bitmask", "targets": ["Linear"]})
+        REFUSED,
+        kinds=_CT,
+        edit_file=set_config_keys(sparsity_config={"format": "sparse-24-bitmask", "targets": ["Linear"]}),
     ),
     "ct with transforms": QuantizedTwist(
-        REFUSED, kinds=_CT, edit_file=state(transform_config={"config_groups": {"R1": {"type": "hadamard"}}})
+        REFUSED, kinds=_CT, edit_file=set_config_keys(transform_config={"config_groups": {"R1": {"type": "hadamard"}}})
     ),
-    "ct asymmetric without zeros": QuantizedTwist(REFUSED, kinds=_CT, edit_file=state_weights(symmetric=False)),
+    "ct asymmetric without zeros": QuantizedTwist(REFUSED, kinds=_CT, edit_file=set_weights_keys(symmetric=False)),
     "ct shape of another matrix": QuantizedTwist(
-        REFUSED, kinds=_CT, edit_file=each_part("up_proj.weight_shape", put_first(63))
+        REFUSED, kinds=_CT, edit_file=change_parts("up_proj.weight_shape", set_first(63))
     ),
-    "ct scale missing": QuantizedTwist(REFUSED, kinds=_CT, edit_file=drop_part("up_proj.weight_scale")),
+    "ct scale missing": QuantizedTwist(REFUSED, kinds=_CT, edit_file=drop_parts("up_proj.weight_scale")),
     "ct integer of 8 bits": QuantizedTwist(
         REFUSED,
         kinds=_CT,
         scheme=Quantization(group=0, integers=True),
-        edit_file=each_part("up_proj.weight", put_first(100)),
+        edit_file=change_parts("up_proj.weight", set_first(100)),
     ),
     "auto-round": QuantizedTwist(kinds=_AR, scheme=Quantization(negative=0.5)),
     "auto-round asymmetric": QuantizedTwist(kinds=_AR, scheme=_ASYMMETRIC),
-    "auto-round of 8 bits": QuantizedTwist(REFUSED, kinds=_AR, edit_file=state(bits=8)),
-    "auto-round of data_type mx_fp": QuantizedTwist(REFUSED, kinds=_AR, edit_file=state(data_type="mx_fp")),
+    "auto-round of 8 bits": QuantizedTwist(REFUSED, kinds=_AR, edit_file=set_config_keys(bits=8)),
+    "auto-round of data_type mx_fp": QuantizedTwist(REFUSED, kinds=_AR, edit_file=set_config_keys(data_type="mx_fp")),
     "auto-round packed as awq": QuantizedTwist(
-        REFUSED, kinds=_AR, edit_file=state(packing_format="auto_round:auto_awq")
+        REFUSED, kinds=_AR, edit_file=set_config_keys(packing_format="auto_round:auto_awq")
     ),
     "auto-round with extra_config": QuantizedTwist(
-        EITHER, kinds=_AR, edit_file=state(extra_config={"model.layers.0.mlp.up_proj": {"bits": 8}})
+        EITHER, kinds=_AR, edit_file=set_config_keys(extra_config={"model.layers.0.mlp.up_proj": {"bits": 8}})
     ),
 }

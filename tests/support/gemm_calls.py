@@ -26,6 +26,7 @@ STRIPS = {scheme: ptxlab.pack(weight, "strips") for scheme, weight in SCHEMES.it
 
 
 def product(weight: Any, x: np.ndarray, x_scale: np.ndarray, bias: np.ndarray | None, dtype: str) -> np.ndarray:
+    """Compute the expected Y of a weight and activations by the reference."""
     if isinstance(weight, quant.QoQChannelWeight):
         integers, scale = weight.q4.astype(np.int32) - weight.zero[:, None], weight.scale
     else:
@@ -36,4 +37,5 @@ def product(weight: Any, x: np.ndarray, x_scale: np.ndarray, bias: np.ndarray | 
 def expected_product(
     scheme: str, dtype: str = "float16", bias: np.ndarray | None = None, x: np.ndarray = X
 ) -> np.ndarray:
+    """Compute the expected Y of a weight of this scheme by the reference."""
     return product(SCHEMES[scheme], x, X_SCALE[: len(x)], bias, dtype)

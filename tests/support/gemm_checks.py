@@ -27,6 +27,7 @@ def run_checked(spec: KernelSpec, inputs: Mapping[str, Any], backend: str, **opt
 
 
 def assert_exact_twice(run: Callable[[], np.ndarray], expected: np.ndarray) -> None:
+    """Assert that two runs each give exactly the expected array."""
     first = run()
     assert np.array_equal(first, expected)
     assert np.array_equal(first, run()), "two runs, the same bits"
@@ -41,7 +42,9 @@ def with_zeros(logical: dict[str, Any], with_bias: bool) -> dict[str, Any]:
     return logical if with_bias else {name: operand for name, operand in logical.items() if name != "bias"}
 
 
-def scaled_in_float32(y: np.ndarray, exact: np.ndarray, dtype: Any, x_scale: Any, w_scale: Any, bias: Any) -> None:
+def assert_scaled_in_float32(
+    y: np.ndarray, exact: np.ndarray, dtype: Any, x_scale: Any, w_scale: Any, bias: Any
+) -> None:
     """Assert y = acc * x_scale * w_scale + bias, each operation rounded in float32, then once to the output.
 
     `exact` are the accumulators acc.

@@ -27,7 +27,7 @@ def row(measure: str, sizes: dict[str, int], nbytes: int, operations: int, slowd
     return fake_rows.gemm(nbytes, operations, slowdown, **fields)
 
 
-def of_layer(measure: str, layer: Layer, M: int, slowdown: float = SLOWDOWN, **fields: Any) -> Row:
+def layer_row(measure: str, layer: Layer, M: int, slowdown: float = SLOWDOWN, **fields: Any) -> Row:
     sizes = {"M": M, "N": layer.N, "K": layer.K, "g": 128}
     fields = {"variant": {"BM": min(max(M, 8), 256)}, **fields}
     return row(measure, sizes, layer.N * layer.K * 33 // 64, 2 * M * layer.N * layer.K, slowdown, **fields)
@@ -38,7 +38,7 @@ def point_rows(layer: Layer, M: int) -> Iterator[Row]:
 
     Fragments are a little faster, no sums slower.
     """
-    usual = of_layer("headline", layer, M, face="gemm_w4a8")
+    usual = layer_row("headline", layer, M, face="gemm_w4a8")
     yield usual
     for order, factor in (("fragment", 0.95), (headline.WITHOUT_SUMS, 1.1)):
         time = factor * usual.time_us
@@ -49,7 +49,7 @@ def rows(with_grouped: bool = True) -> Iterator[Row]:
     for layer in LLAMA:
         for M in ALL_TOKENS:
             yield from point_rows(layer, M)
-            w8a8 = of_layer("w8a8", layer, M, kernel="gemm_w8a8_sm90")
+            w8a8 = layer_row("w8a8", layer, M, kernel="gemm_w8a8_sm90")
             yield replace(w8a8, time_us=w8a8.time_us / 1.04)
     for layers in CHAINS:
         for M in FEW_TOKENS:
@@ -64,7 +64,7 @@ def rows(with_grouped: bool = True) -> Iterator[Row]:
     for layer in UNTUNED:
         for M in UNTUNED_TOKENS:
             fields = {"peers": {"cublas_fp8": 10_000.0}, "face": "gemm_w4a8"}
-            yield of_layer("untuned", layer, M, SLOWDOWN * 1.1, **fields)
+            yield layer_row("untuned", layer, M, SLOWDOWN * 1.1, **fields)
     for order, factor in (("row_major", 1.0), ("fragment", 1.02), ("tiles", 1.04)):
         for M in ALL_TOKENS:
             yield row("quantise", {"M": M, "K": 4096}, 3 * M * 4096, 1, 2 * factor, activations=order, peers={})

@@ -28,6 +28,7 @@ class KernelAttentionRunner(NumpyRunner):
     _decodes = False
 
     def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
+        """Run a step, its attention as that of the kernels."""
         self._decodes = True
         try:
             return super().decode(tokens, at)

@@ -16,7 +16,13 @@ from tests.support import fake_rows
 
 CEILINGS = Ceilings(4.6, 4.2)
 SLOWDOWN = 1.25  # time over the floor, of all layers that are ours
-OVER = {"fp16": 4.0, "fp8_row": 2.2, "fp8_tensor": 2.0, "humming_chn": 1.5, "humming_g128": 1.6}  # mixes over ours
+PEER_SLOWDOWNS = {
+    "fp16": 4.0,
+    "fp8_row": 2.2,
+    "fp8_tensor": 2.0,
+    "humming_chn": 1.5,
+    "humming_g128": 1.6,
+}  # mixes over ours
 BITS = 4 + 16 / 128  # of a weight
 OTHERS = (
     *("rmsnorm_quantize qkv_in", "rope_append_kv4 q", "quantize_activations o_in"),
@@ -43,7 +49,11 @@ def layer_row(config: Config, B: int) -> Row:
     layer_us = SLOWDOWN * sum(operation.us(CEILINGS) for operation in operations)
     names = [name for name in MIXES if not config.experts or name in ("fp16", "fp8_row")]
     mixes = {
-        f"{name}/sdpa": MixTime(OVER[name] * layer_us, 0.6 * OVER[name] * layer_us, 0.5 * OVER[name] * layer_us)
+        f"{name}/sdpa": MixTime(
+            PEER_SLOWDOWNS[name] * layer_us,
+            0.6 * PEER_SLOWDOWNS[name] * layer_us,
+            0.5 * PEER_SLOWDOWNS[name] * layer_us,
+        )
         for name in names
     }
     peers, columns = layer.summarize_mixes(config, B, mixes)

@@ -57,7 +57,8 @@ def holder(tmp_path: Path) -> Iterator[Callable[[str], Holder]]:
         thread.lock.close()
 
 
-def waits(holder: Holder) -> bool:
+def is_waiting(holder: Holder) -> bool:
+    """Tell whether the holder still waits for the lock."""
     return not holder.has_it.wait(0.1)
 
 
@@ -65,13 +66,13 @@ def test_many_share_it_and_one_has_it_alone(holder: Callable[[str], Holder]) -> 
     first, second = holder("shared"), holder("shared")
     assert first.has_it.wait(AT_ONCE) and second.has_it.wait(AT_ONCE)
     alone = holder("alone")
-    assert waits(alone)
+    assert is_waiting(alone)
     first.done()
-    assert waits(alone)
+    assert is_waiting(alone)
     second.done()
     assert alone.has_it.wait(AT_ONCE)
     waiting = [holder("shared"), holder("alone")]
-    assert all(map(waits, waiting))
+    assert all(map(is_waiting, waiting))
     alone.done()
     for thread in waiting:  # whichever comes first
         thread.may_go.set()
@@ -82,11 +83,11 @@ def test_who_wants_it_alone_keeps_nobody_from_sharing_it(holder: Callable[[str],
     first = holder("shared")
     assert first.has_it.wait(AT_ONCE)
     alone = holder("alone")
-    assert waits(alone)
+    assert is_waiting(alone)
     later = holder("shared")
     assert later.has_it.wait(AT_ONCE)
     first.done()
-    assert waits(alone)
+    assert is_waiting(alone)
     later.done()
     assert alone.has_it.wait(AT_ONCE)
 
@@ -96,7 +97,7 @@ def test_it_is_kept_alone_from_one_test_to_the_next(tmp_path: Path, holder: Call
     lock.acquire(alone=True)
     lock.acquire(alone=True)
     sharer = holder("shared")
-    assert waits(sharer)
+    assert is_waiting(sharer)
     lock.release()
     assert sharer.has_it.wait(AT_ONCE)
     lock.close()
@@ -117,20 +118,25 @@ def test_a_process_that_dies_releases_it(tmp_path: Path, holder: Callable[[str],
     ) as process:
         assert process.stdout and process.stdout.readline()
         sharer = holder("shared")
-        assert waits(sharer)
+        assert is_waiting(sharer)
         process.kill()
     assert sharer.has_it.wait(AT_ONCE)
 
 
-def item(*marks: str, seconds: int = 0) -> Any:
+def make_item(*marks: str, seconds: int = 0) -> Any:
+    """Make a stand-in for a collected test with these marks."""
     names = {*marks, *(["long"] if seconds else [])}
     return SimpleNamespace(get_closest_marker=lambda name: SimpleNamespace(args=(seconds,)) if name in names else None)
 
 
 def test_what_measures_comes_last_and_the_longest_first() -> None:
     """A short one stands behind each long one."""
-    measuring, longest, longer = item("gpu", "timing", seconds=90), item("gpu", seconds=80), item("gpu", seconds=20)
-    short, second_short, without_gpu = item("gpu"), item("gpu"), item(seconds=50)
+    measuring, longest, longer = (
+        make_item("gpu", "timing", seconds=90),
+        make_item("gpu", seconds=80),
+        make_item("gpu", seconds=20),
+    )
+    short, second_short, without_gpu = make_item("gpu"), make_item("gpu"), make_item(seconds=50)
     tests = [measuring, short, longer, second_short, longest, without_gpu]
     pytest_collection_modifyitems(tests)
     assert tests == [longest, short, longer, second_short, without_gpu, measuring]

@@ -63,13 +63,13 @@ def test_numba_itself(emulate: Any) -> None:
     cuda = pytest.importorskip("numba.cuda", reason="numba-cuda is not installed: it comes with the extra `dev`")
 
     @cuda.jit
-    def scale(a, s, b):
+    def scale_and_add(a, s, b):
         i = cuda.grid(1)
         if i < a.size:
             a[i] = a[i] * s + b[0, 1]
 
     b = np.arange(6, dtype=np.float32).reshape(2, 3)
-    out = emulate(scale, np.ones(100, np.float32), 2.0, b, grid=1, block=128)
+    out = emulate(scale_and_add, np.ones(100, np.float32), 2.0, b, grid=1, block=128)
     assert (out.a == 3).all() and (out.b == b).all()
 
     @cuda.jit

@@ -351,10 +351,13 @@ class HappensBefore(Check):
         is_own = np.isin(actors, indices_of(lanes)).tolist()
         self.released.update(dict(compress(self.initialised.items(), is_own)))
 
-    def is_initialised(self, place: int, lane: int) -> bool:
-        """Tell whether a lane knows the mbarrier to be initialised; true where no mbarrier.init was seen."""
-        event, lanes = np.array([self.initialised.get(place, 0)], np.uint64), np.array([lane])
-        return not self.is_unordered(event, lanes)[0] or bool(self.is_observed(np.array([place]), lanes, event)[0])
+    def are_initialised(self, places: Array, lanes: Array) -> Array:
+        """Tell which mbarriers their lanes know to be initialised; true where no mbarrier.init was seen."""
+        events = np.array([self.initialised.get(place, 0) for place in places.tolist()], np.uint64)
+        is_known = ~self.is_unordered(events, lanes)
+        is_unknown = ~is_known
+        is_known[is_unknown] = self.is_observed(places[is_unknown], lanes[is_unknown], events[is_unknown])
+        return is_known
 
     def phase_complete(self, place: int) -> None:
         """Move the arrivals' clocks to the complete phase; for a cluster's barrier also the released mbarriers."""

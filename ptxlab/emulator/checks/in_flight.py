@@ -150,12 +150,12 @@ class InFlight(Check):
 
     def check_visibility(self, effect: Effect) -> None:
         """Report bytes of an effect that no proxy fence orders before it, and mbarriers unknown to its thread."""
-        for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
-            if not self.order.is_initialised(place, lane):
-                writer_text = self.order.instruction_of(self.order.initialised[place]).seen_from(effect.instruction)
-                message = f"tells the mbarrier at {self.memory.name_byte(place)}, which {writer_text}, initialised "
-                message += "and nothing orders before this: neither a barrier nor fence.mbarrier_init,"
-                self.report(effect.instruction, "async", np.array([lane]), np.array([True]), message)
+        is_unknown = ~self.order.are_initialised(effect.barrier, effect.lanes)
+        for lane, place in zip(effect.lanes[is_unknown].tolist(), effect.barrier[is_unknown].tolist(), strict=True):
+            writer_text = self.order.instruction_of(self.order.initialised[place]).seen_from(effect.instruction)
+            message = f"tells the mbarrier at {self.memory.name_byte(place)}, which {writer_text}, initialised "
+            message += "and nothing orders before this: neither a barrier nor fence.mbarrier_init,"
+            self.report(effect.instruction, "async", np.array([lane]), np.array([True]), message)
         assert self.dirty is not None
         stale_read = "the engine may see what was there before"
         self.report_unfenced(effect, self.dirty, effect.reads, effect.read_units, ("takes", "wrote", stale_read))

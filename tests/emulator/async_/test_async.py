@@ -44,7 +44,7 @@ def outcome(body: str, a: np.ndarray | None = None, threads: int = 32, mode: str
         ("setp.ge.u32 %p, %r0, 0; cp.async.cg.shared.global [%r2], [%x1], 16, %p;", [0, 0, 0, 0]),
     ],
 )
-def test_a_copy_arrives_with_zeros_behind_it(copy, words, mode):
+def test_a_short_copy_fills_the_rest_with_zeros(copy, words, mode):
     fill = "mov.u32 %r9, 77; st.shared.v4.u32 [%r2], {%r9, %r9, %r9, %r9}; mov.u64 %x9, 0;\n"
     for i, word in enumerate(words):
         out, findings = outcome(f"{fill}{copy}\ncp.async.wait_all;\nld.shared.u32 %s, [%r2+{4 * i}];\n", mode=mode)
@@ -78,7 +78,7 @@ def test_a_copy_arrives_with_zeros_behind_it(copy, words, mode):
         ("cp.async.bulk.global.global.bulk_group [%x1], [%x2], 16;", UnknownInstruction, "does not know"),
     ],
 )  # fmt: skip
-def test_refused(copy, error, message):
+def test_invalid_copies_are_refused(copy, error, message):
     with pytest.raises(error, match=message) as raised:
         outcome(copy + "\n")
     assert "k.ptx:" in str(raised.value)
@@ -113,7 +113,7 @@ def test_groups_are_waited_for_oldest_first(wait, expected, mode):
     assert (out.tolist() == right) == (mode == "early" or not expected)
 
 
-def test_what_is_not_committed_is_not_waited_for():
+def test_wait_group_ignores_copies_that_are_not_committed():
     body = GROUPS.replace("WAIT", "cp.async.wait_group 0;")
     head, _, tail = body.rpartition("cp.async.commit_group;")
     assert outcome(head + tail)[1] == [("async", 7)]
@@ -501,7 +501,7 @@ def test_a_producer_and_its_consumers(mode):
         ("mbarrier.arrive.shared.b64 _, [%r5+8];", None),
     ],
 )
-def test_what_is_missing_is_found(gone, expected, mode):
+def test_a_missing_step_of_the_ring_is_found(gone, expected, mode):
     try:
         got = outcome(RING.replace(gone, "\n" * gone.count("\n")), threads=64, mode=mode)[1]
     except EmulationError as error:

@@ -246,7 +246,7 @@ def test_integers_that_are_not_combined(operation: str, dtype: Any) -> None:
         kernel(TensorMap(y, y.shape), np.zeros(128, np.uint8), grid=1, block=32, backend="emulator")
 
 
-def test_reductions_that_there_are_not() -> None:
+def test_unknown_tensor_reductions_are_refused() -> None:
     with pytest.raises(EmulationError, match=r"\.and of elements of type float32"):
         move_box(2, (0, 0), REDUCE.replace("cta.add", "cta.and"))
     with pytest.raises(UnknownInstruction):
@@ -269,7 +269,7 @@ def test_bulk_reductions(op: str, t: str, dtype: Any, combine: np.ufunc, backend
 @pytest.mark.parametrize(
     "op", ["inc.s32", "and.f32", "max.f32", "add.b32", "add.noftz.u32", "add.f16", "and.u32", "add.s64"]
 )
-def test_bulk_reductions_that_there_are_not(op: str) -> None:
+def test_unknown_bulk_reductions_are_refused(op: str) -> None:
     x = np.zeros((3, 64), np.float32)
     with pytest.raises((UnknownInstruction, ptxlab.errors.CompileError)):
         ptxlab.load(BULK.format(t="float", op=op), arch="sm_90a")(x[0], x, grid=1, block=64, backend="emulator")

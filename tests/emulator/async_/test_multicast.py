@@ -80,14 +80,14 @@ def outcome(source: str = SOURCE, **options) -> tuple[bool, list[str]]:
 
 
 @on_every_backend
-def test_it_is_right(backend: str) -> None:
+def test_a_ring_with_multicast_has_the_right_result(backend: str) -> None:
     assert outcome(backend=backend) == (True, [])
 
 
 @pytest.mark.smoke
 @both_modes
 @seeds
-def test_it_is_clean(mode: str, seed: int) -> None:
+def test_a_ring_with_multicast_has_no_findings(mode: str, seed: int) -> None:
     assert outcome(backend="emulator", checks=emulator.CHECKS, mode=mode, seed=seed) == (True, [])
 
 
@@ -104,7 +104,7 @@ def test_it_is_clean(mode: str, seed: int) -> None:
     ],
     ids=["one reader", "relaxed arrival", "relaxed wait", "one lane's arrival"],
 )
-def test_what_is_missing_is_found(old: str, new: str, mode: str, seed: int) -> None:
+def test_a_missing_step_of_the_ring_is_found(old: str, new: str, mode: str, seed: int) -> None:
     assert SOURCE.count(old) == 1
     source = SOURCE.replace(old, new)
     if "[s], 1" in new:

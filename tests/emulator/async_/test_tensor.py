@@ -115,7 +115,7 @@ def test_overlapping_boxes_are_found() -> None:
         (('"r"(bytes * (more', '"r"(16 + bytes * (more'), 0, EmulationError, "deadlock"),
     ],
 )
-def test_what_a_kernel_may_not_do(change: tuple, place: int, error: type, message: str) -> None:
+def test_invalid_tensor_copies_are_refused(change: tuple, place: int, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         load_boxes(*PLAIN[:5], place, 0, source=SOURCE.replace(*change))
 

@@ -24,6 +24,7 @@ SECOND = [line for line in CASE.ptx.split("\n") if "wgmma.mma_async" in line][1]
 
 
 def outcome(text: str, mode: str) -> tuple[np.ndarray, list[tuple[str, int]]]:
+    """Run the product; return D, and the findings as (kind, line)."""
     out = np.zeros(CASE.out, np.uint32)
     arguments = [*(array.copy() for array in CASE.inputs.values()), out]
     launch = run_text(text, *arguments, threads=CASE.threads, checks=emulator.CHECKS, mode=mode)
@@ -36,7 +37,8 @@ def test_long_lists_of_registers_are_cut_in_messages():
 
 
 @functools.cache
-def right() -> np.ndarray:
+def expected_product() -> np.ndarray:
+    """Compute D of the unchanged case, once."""
     return outcome(CASE.ptx, "early")[0]
 
 
@@ -98,10 +100,10 @@ def test_operands_are_in_use_until_waited_for(line, wrong, mode):
     early, late = text.replace(COMMIT, f"{COMMIT} {line}"), text.replace(WAIT, f"{WAIT} bar.sync 0; {line}")
     out, early_findings = outcome(early, mode)
     assert early_findings == [("async", line_of(early, line))]
-    assert (out == right()).all() == (mode != wrong)
+    assert (out == expected_product()).all() == (mode != wrong)
     if "%d1, 0" not in line:
         out, findings = outcome(late, mode)
-        assert findings == [] and (out == right()).all()
+        assert findings == [] and (out == expected_product()).all()
 
 
 @both_modes
@@ -118,7 +120,7 @@ def test_a_copy_ahead_of_the_wait_is_a_new_name(mode: str, copy: str, use: str) 
     names = "{ .reg .b64 %pair; .reg .b16 %h<2>; "
     text = CASE.ptx.replace(COMMIT, f"{COMMIT} {names}{copy}").replace(WAIT, f"{WAIT} {use} }}")
     out, findings = outcome(text, mode)
-    assert findings == [] and (out == right()).all()
+    assert findings == [] and (out == expected_product()).all()
 
 
 @both_modes
@@ -155,7 +157,7 @@ def test_registers_written_behind_the_fence_are_not_seen(mode, ahead_of_fence, a
     )
     out, findings = outcome(text, mode)
     assert findings == [("async", line) for line in lines]
-    assert bool((out == right()).all()) == ("ld.shared" not in after_fence)
+    assert bool((out == expected_product()).all()) == ("ld.shared" not in after_fence)
 
 
 @pytest.mark.parametrize("writer", ["ld.shared.b32 %a6, [tile];", "add.u32 %a6, %a6, 0;"])
@@ -197,7 +199,7 @@ def test_newer_groups_may_stay_in_flight(mode):
         LAUNCHED := CASE.ptx.split("\n")[LAUNCHES[0] - 1], f"{LAUNCHED} {COMMIT}"
     )
     out, findings = outcome(text.replace("REWRITE", "mov.b32 %a1, 7;"), mode)
-    assert findings == [] and (out == right()).all()
+    assert findings == [] and (out == expected_product()).all()
     assert [kind for kind, _ in outcome(text.replace("REWRITE", "mov.b32 %a5, 7;"), mode)[1]] == ["async"]
 
 
@@ -283,7 +285,7 @@ def test_the_first_product_may_not_add():
         ("setp.eq.u32 %p, %t, 5; @%p ret;", EmulationError, "not all 32 threads"),
     ],
 )
-def test_refused(setup, error, message):
+def test_invalid_descriptors_and_missing_threads_are_refused(setup, error, message):
     image, out = np.zeros(4096, np.uint8), np.zeros((128, 16), np.uint32)
     with pytest.raises(error, match=message):
         run_text(from_shared(32, setup), image, out, threads=128)

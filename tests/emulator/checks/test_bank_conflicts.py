@@ -30,7 +30,7 @@ def accesses(body: str, threads: int = 64, blocks: int = 1) -> tuple[tuple[emula
         (32, "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r3], {%r4, %r5, %r6, %r7};", 8, 4),
     ],
 )
-def test_an_access(stride, access, wavefronts, conflicts):
+def test_wavefronts_and_conflicts_of_an_access(stride, access, wavefronts, conflicts):
     (counted_accesses,), text = accesses(f"mad.lo.u32 %r3, %r9, {stride}, %r2;\n{access}\n", blocks=3)
     assert (counted_accesses.requests, counted_accesses.wavefronts, counted_accesses.conflicts) == (
         6,

@@ -61,7 +61,7 @@ def test_an_arrival_behind_the_generation_before(first: str, second: str) -> Non
     assert arrivals(GROUPS.format(first, second)) == (0, [])
 
 
-def test_what_it_says() -> None:
+def test_a_finding_names_both_threads_and_lines() -> None:
     text = kernel_text(START + GROUPS.format(WAITS, ARRIVES) + STORE)
     (finding,) = run_text(text, np.zeros(128, np.uint32), threads=128, checks=["race"]).findings
     assert finding.kind == "race" and finding.thread == (64, 0, 0)

@@ -44,7 +44,7 @@ def test_a_warp_apart_is_reported_by_line(body: str, line: int) -> None:
     assert findings_of(body) == [("divergence", line)]
 
 
-def test_what_it_says() -> None:
+def test_a_finding_names_both_threads_and_lines() -> None:
     (finding,) = run_text(module(APART["two instructions"][0]), np.zeros(32, np.uint32), checks=["divergence"]).findings
     assert "but thread (16,0,0) executes line 11, `bar.sync 0`, instead" in finding.message
     assert finding.line == 13 and finding.thread == (0, 0, 0) and finding.count == 16
@@ -97,7 +97,7 @@ KERNELS = {  # CUDA, and a part of the line that is reported
 
 @pytest.mark.default_cases("both arms", "early, after work", "one arm", "early", "early in an arm")
 @pytest.mark.parametrize(("body", "line"), KERNELS.values(), ids=KERNELS)
-def test_what_nvrtc_makes(body: str, line: str | None) -> None:
+def test_divergence_in_code_of_nvrtc(body: str, line: str | None) -> None:
     head = (
         'extern "C" __global__ void k(float* y, const float* x, int n) { __shared__ float s[64]; int i = threadIdx.x;'
     )

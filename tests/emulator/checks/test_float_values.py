@@ -35,7 +35,7 @@ def findings(body: str, a: np.ndarray = VALUES, checks=("float",), threads: int 
         ("cvt.rn.f16.u32 %h0, 70000;", "overflow", 0, 32, "makes an infinity of 70000,"),
     ],
 )
-def test_what_arises(line, kind, thread, count, message):
+def test_nan_infinity_overflow_and_subnormals_are_found(line, kind, thread, count, message):
     prepare = "neg.f32 %f3, %f1; mul.f32 %f4, %f1, 0fC1200000; mul.f32 %f5, %f1, 0f461C4000;\n"  # -x, -10 x, 10000 x
     prepare += "mov.b32 %r4, 0x7BFF0000; mov.b32 %r5, 0x7BFF3C00;\n"
     expected = [(kind, line, thread, count, message)] if kind else []
@@ -63,7 +63,7 @@ def test_the_first_place_of_each_kind():
     assert reports[0][3] == 2
 
 
-def test_it_is_on_request():
+def test_the_check_float_runs_only_on_request():
     body = "div.rn.f32 %f2, %f1, %f1;\n"
     assert not findings(body, checks=checks_of("--check", "all"))
     assert findings(body, checks=checks_of("--check", "all,float"))

@@ -49,7 +49,7 @@ def test_a_number_that_does_not_fit(body: str, dtype: type, report: tuple[int, i
     assert all(part in message for (_, _, message), (_, _, part) in zip(reports, expected, strict=True))
 
 
-def test_only_where_it_is_asked_for() -> None:
+def test_the_check_narrow_runs_only_on_request() -> None:
     body = "mul.lo.s32 %r2, %r1, %r3; st.global.u8 [%x0], %r2;"
     assert findings(body, np.int8, "all") == []
     assert len(findings(body, np.int8, "all,narrow")) == 1

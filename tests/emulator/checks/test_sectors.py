@@ -39,7 +39,7 @@ def sectors(access: str, stride: int, threads: int = 64, guard: str = "") -> tup
         ("ld.shared.u32 %r4, [%r2];", 4, (0, 0)),
     ],
 )
-def test_an_access(access, stride, per_warp):
+def test_requests_and_sectors_of_an_access(access, stride, per_warp):
     assert sectors(access, stride) == (2 if per_warp[0] else 0, 2 * per_warp[0], 2 * per_warp[1])
 
 

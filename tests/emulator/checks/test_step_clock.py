@@ -22,7 +22,7 @@ def test_every_warp_has_a_time_of_its_own() -> None:
     assert set(times[:32]) == {5} and set(times[32:]) == {5 + 3 * ROUNDS}
 
 
-def test_without_it_all_instructions_are_counted_together() -> None:
+def test_without_the_step_clock_all_instructions_are_counted_together() -> None:
     assert run_body(LOOP + CLOCK, threads=64).min() >= 3 * ROUNDS
 
 

@@ -19,7 +19,7 @@ steps = st.lists(st.tuples(st.sampled_from(["tell", "hear", "meet", "wait", "lan
 @pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(steps)
-def test_every_lane_knows_what_it_should(steps):
+def test_vector_clocks_agree_with_a_matrix_of_knowledge(steps):
     clocks = Clocks(LANES, CLUSTER, engines=True, spaces=2)
     # of lanes and engines; then what of these the async proxy sees, in each of two spaces
     knowledge = np.concatenate((np.eye(LANES, dtype=int), np.zeros((LANES, 5 * LANES), int)), axis=1)

@@ -17,7 +17,7 @@ def outcome(body: str, threads: int = 32, blocks: int = 1, **options) -> emulato
     return run_text(text, np.zeros(threads * blocks, np.uint32), threads=threads, blocks=blocks, **options)
 
 
-def test_who_spins_and_who_waits_for_them() -> None:
+def test_a_livelock_names_spinning_and_waiting_threads() -> None:
     body = f"setp.ne.u32 %p, %r0, 5;\n@%p bra B;\nL: {POLL}@%p bra L;\nB: bar.sync 0;\n"
     with pytest.raises(Deadlock) as raised:
         outcome(body)
@@ -83,6 +83,6 @@ def test_the_number_of_steps_is_of_a_wave(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "100"])
-def test_a_number_of_steps_that_is_none(wrong) -> None:
+def test_max_steps_must_be_a_positive_integer(wrong) -> None:
     with pytest.raises(ArgumentError, match=r"max_steps: has to be a positive integer \(got "):
         outcome("", max_steps=wrong)

@@ -7,7 +7,8 @@ from ptxlab.errors import MemoryFault, SourceError, UnknownInstruction
 from tests.support.small_kernels import HEADER, STORE, kernel_text, line_of, run_body, run_text
 
 
-def only(body: str, outside: str = ""):
+def last_instruction(body: str, outside: str = ""):
+    """Parse a kernel of this body, and return its last instruction."""
     return emulator.parse(kernel_text(body, outside=outside)).entries["k"].instructions[-1]
 
 
@@ -31,9 +32,9 @@ def test_a_type_that_there_is_not_is_an_unknown_instruction():
         (f".loc 1 {'1' * 5000} 1", "a line beyond any file"),
     ],
 )
-def test_declarations_that_cannot_be_meant(declaration, message):
+def test_impossible_declarations_are_refused(declaration, message):
     with pytest.raises(SourceError, match=message):
-        only(declaration + " ret;")
+        last_instruction(declaration + " ret;")
 
 
 def test_real_world_constructs():
@@ -94,16 +95,16 @@ LOOP:
 
 
 def test_operands():
-    load = only("ld.global.v2.u32 {%r1, %r2}, [%x1+-8];")
+    load = last_instruction("ld.global.v2.u32 {%r1, %r2}, [%x1+-8];")
     assert isinstance(load.operands[0], Vector) and load.operands[1] == Address(load.operands[1].base, -8)
-    assert only("mov.u32 %r1, -1;").operands[1] == Immediate(-1)
-    assert only("mov.u32 %r1, 0xFFU;").operands[1] == Immediate(255)
-    assert only("mov.u32 %r1, 010;").operands[1] == Immediate(8)
-    assert only("mov.f32 %f1, 0f3F800000;").operands[1] == Immediate(0x3F800000, 32)
-    assert only("mov.f32 %f1, 0.5;").operands[1].float_bits == 64
-    assert only("tensor.thing [%x1, {%r1, %r2}];").operands[0].coordinates[1].name == "%r2"
-    assert only("setp.eq.s32 %p|%q, %r1, 0;").operands[0].pair
-    assert only("@!%p mov.u32 %r1, 0;").guard.negated
+    assert last_instruction("mov.u32 %r1, -1;").operands[1] == Immediate(-1)
+    assert last_instruction("mov.u32 %r1, 0xFFU;").operands[1] == Immediate(255)
+    assert last_instruction("mov.u32 %r1, 010;").operands[1] == Immediate(8)
+    assert last_instruction("mov.f32 %f1, 0f3F800000;").operands[1] == Immediate(0x3F800000, 32)
+    assert last_instruction("mov.f32 %f1, 0.5;").operands[1].float_bits == 64
+    assert last_instruction("tensor.thing [%x1, {%r1, %r2}];").operands[0].coordinates[1].name == "%r2"
+    assert last_instruction("setp.eq.s32 %p|%q, %r1, 0;").operands[0].pair
+    assert last_instruction("@!%p mov.u32 %r1, 0;").guard.negated
 
 
 def test_scopes_shadow():
@@ -232,11 +233,11 @@ def test_directives_need_no_blanks():
     assert (run_body("{.reg.b32 z<2>;mov.b32 z1,7;.shared.align 8 .b8 room[4];mov.b32 %s,z1;}") == 7).all()
 
 
-def test_functions_that_cannot_be():
+def test_impossible_functions_are_refused():
     with pytest.raises(SourceError, match="calls itself"):
-        only("call (%s), f, (%s);", outside=".func (.reg .b32 r) f (.reg .b32 a) { call (r), f, (a); }")
+        last_instruction("call (%s), f, (%s);", outside=".func (.reg .b32 r) f (.reg .b32 a) { call (r), f, (a); }")
     with pytest.raises(SourceError, match="2 results and parameters, not 1"):
-        only("call triple, (%s);", outside=FUNCTIONS)
+        last_instruction("call triple, (%s);", outside=FUNCTIONS)
     with pytest.raises(UnknownInstruction, match="call other"):
         run_body("call other, (%x1, %x2);", outside=".extern .func vprintf (.param .b64 a, .param .b64 b);")
 

@@ -110,7 +110,7 @@ def test_a_trap_fails_with_line_and_values() -> None:
         ("x[0] = tex1Dfetch<int>(n, 0);", "", "textures and surfaces are not emulated"),
     ],
 )
-def test_refused_by_name(body: str, head: str, message: str) -> None:
+def test_unsupported_calls_are_refused_by_name(body: str, head: str, message: str) -> None:
     with pytest.raises(PtxlabError) as error:
         run(body, integers(), np.int32(5), head=head)
     assert message in str(error.value) and "\n" not in str(error.value)
@@ -143,7 +143,7 @@ __device__ int (*table[1])(int) = {f};
         (".u64 p = generic(", "expected a variable"),
     ],
 )
-def test_addresses_that_are_none(declared: str, message: str) -> None:
+def test_invalid_initial_addresses_are_refused(declared: str, message: str) -> None:
     with pytest.raises(PtxlabError, match=message) as error:
         ptxlab.emulator.parse(f".version 8.7\n.target sm_90\n.address_size 64\n.global {declared};\n")
     assert "\n" not in str(error.value)

@@ -25,7 +25,7 @@ def outcome(body: str, threads: int = 64) -> emulator.Result:
         ("barrier.sync 1, 64, 64;", "barrier.sync takes a barrier and, maybe, a number of threads"),
     ],
 )
-def test_barriers_that_there_are_not(body: str, problem: str) -> None:
+def test_invalid_barrier_operands_are_refused(body: str, problem: str) -> None:
     with pytest.raises(SourceError, match=rf"k.ptx:9: {problem}: `bar"):
         outcome(body)
 
@@ -40,7 +40,7 @@ def test_barriers_that_there_are_not(body: str, problem: str) -> None:
         ("selp.u32 %r1, 64, 96, %p;\nbar.sync 1, %r1;", 32, "96 threads are to meet at barrier 1, but 64 at line 10"),
     ],
 )  # fmt: skip
-def test_barriers_that_do_not_fit_together(body: str, thread: int, problem: str) -> None:
+def test_contradicting_barrier_operands_are_refused(body: str, thread: int, problem: str) -> None:
     place = rf"^k.ptx:10: `.*`: block \(0,0,0\) thread \({thread},0,0\) .*: "
     with pytest.raises(EmulationError, match=place + problem):
         outcome(body)

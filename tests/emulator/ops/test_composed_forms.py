@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.errors import UnknownInstruction
-from tests.golden.cases import BLOCK, Case
+from tests.golden.cases import BLOCK_THREADS, Case
 from tests.support.small_kernels import kernel_text, run_body, run_text
 
 
@@ -20,7 +20,7 @@ def compute(template: str, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
     case = Case("k", template)
     rows = len(next(iter(inputs.values())))
     arrays = {name: inputs.get(name, np.zeros(rows, array.dtype)) for name, array in case.inputs().items()}
-    emulator.run(case.ptx(), None, list(arrays.values()), grid=rows // BLOCK, block=BLOCK)
+    emulator.run(case.ptx(), None, list(arrays.values()), grid=rows // BLOCK_THREADS, block=BLOCK_THREADS)
     return [arrays[name] for name in case.outputs]
 
 

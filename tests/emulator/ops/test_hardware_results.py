@@ -49,7 +49,7 @@ PROGRAMS = [
     PROGRAMS,
     ids=[f"{i} {p[0].split()[0].strip('{') or 'wgmma'}" for i, p in enumerate(PROGRAMS)],
 )
-def test_as_on_hardware(program: str, sources: list[int], expected: int, backend: str) -> None:
+def test_results_equal_those_of_hardware(program: str, sources: list[int], expected: int, backend: str) -> None:
     case, threads = Case("k", program), 128 if "wgmma" in program else 32
     widths = {name: DOMAINS[domain].bits // 8 for name, domain in case.fields.items()}
     names = sorted(name for name in widths if name not in "de")

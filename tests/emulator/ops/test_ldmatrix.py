@@ -38,7 +38,7 @@ def test_only_the_lanes_that_give_rows_need_addresses():
         ("setp.eq.u32 %p, %r0, 5; @%p bar.sync 1;\n", Deadlock, "waits for the rest of its warp"),
     ],
 )
-def test_refused(change, error, message):
+def test_ldmatrix_out_of_bounds_or_of_part_of_a_warp_is_refused(change, error, message):
     text = module(FILL + change + LOAD)
     with pytest.raises(error, match=message) as raised:
         run_text(text, np.zeros(32, np.uint32))

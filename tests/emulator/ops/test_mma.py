@@ -29,7 +29,8 @@ def braces(register: str, first: int, count: int) -> str:
     return "{" + ", ".join(f"%{register}{first + i}" for i in range(count)) + "}"
 
 
-def one(k: int, types: str = "s32.s8.s8.s32", satfinite: bool = False, depth: int = 2, count: int = 4) -> str:
+def mma_line(k: int, types: str = "s32.s8.s8.s32", satfinite: bool = False, depth: int = 2, count: int = 4) -> str:
+    """Write an m16n8 MMA of registers %a, %b and %d."""
     opcode, d = f"mma.sync.aligned.m16n8k{k}.row.col{'.satfinite' * satfinite}.{types}", braces("d", 0, count)
     return f"{opcode} {d}, {braces('a', 0, 2 * depth)}, {braces('b', 0, depth)}, {d};"
 
@@ -83,7 +84,7 @@ def test_integers(k, a_type, b_type, satfinite, warps, extreme, seed):
     registers_a = scatter_registers(fragments.mma_a(full), a, depth)
     registers_b = scatter_registers(fragments.mma_b(full), b.swapaxes(1, 2), depth)
     d = fragments.mma_c().scatter(c.astype(np.int32)).reshape(-1, 4)
-    text = kernel(one(k, f"s32.{a_type}.{b_type}.s32", satfinite, depth), a=2 * depth, b=depth)
+    text = kernel(mma_line(k, f"s32.{a_type}.{b_type}.s32", satfinite, depth), a=2 * depth, b=depth)
     assert not run_text(text, registers_a, registers_b, d, threads=32 * warps, checks=emulator.CHECKS).findings
     exact = c + a @ b.swapaxes(1, 2)
     expected = exact.clip(-(2**31), 2**31 - 1) if satfinite else exact
@@ -94,7 +95,7 @@ def test_integers(k, a_type, b_type, satfinite, warps, extreme, seed):
 def test_extremes():
     """The largest sums that there are: -128 and 255 everywhere, onto the ends of int32."""
     for a_type, b_type, a, b in (("s8", "s8", -128, -128), ("u8", "u8", 255, 255), ("u8", "s8", 255, -128)):
-        text = kernel(one(32, f"s32.{a_type}.{b_type}.s32"))
+        text = kernel(mma_line(32, f"s32.{a_type}.{b_type}.s32"))
         for c in (2**31 - 1, -(2**31)):
             d = np.full((32, 4), c, np.int32)
             run_text(text, np.full((32, 16), a & 255, np.uint8), np.full((32, 8), b & 255, np.uint8), d)
@@ -106,8 +107,8 @@ def test_depths_of_floats():
     half = np.random.default_rng(0).integers(-8, 9, (32, 2, 2)).astype(np.float16).view(np.uint32)[..., 0]
     b = half[::-1, :1].copy()
     one_step, two = np.zeros((2, 32, 4), np.float32)
-    run_text(kernel(one(8, "f32.f16.f16.f32", depth=1), a=2, b=1), half, b, one_step)
-    run_text(kernel(one(16, "f32.f16.f16.f32")), np.pad(half, ((0, 0), (0, 2))), np.pad(b, ((0, 0), (0, 1))), two)
+    run_text(kernel(mma_line(8, "f32.f16.f16.f32", depth=1), a=2, b=1), half, b, one_step)
+    run_text(kernel(mma_line(16, "f32.f16.f16.f32")), np.pad(half, ((0, 0), (0, 2))), np.pad(b, ((0, 0), (0, 1))), two)
     assert np.array_equal(one_step, two) and one_step.any()
 
 
@@ -121,7 +122,7 @@ def test_floats_are_rounded_once(d_type):
     a[3, 0], b[3, :, 0] = 200, 200
     count = fragment.registers
     d = fragment.scatter(c).reshape(-1, count)
-    text = kernel(one(16, f"{d_type}.f16.f16.{d_type}", count=count), d=count)
+    text = kernel(mma_line(16, f"{d_type}.f16.f16.{d_type}", count=count), d=count)
     operands = fragments.mma_a(16).scatter(a).reshape(-1, 4), fragments.mma_b(16).scatter(b).reshape(-1, 2)
     run_text(text, *operands, d, threads=128)
     with np.errstate(all="ignore"):
@@ -133,8 +134,8 @@ def test_floats_are_rounded_once(d_type):
     assert np.isinf(product[2, 0, 0]) and (np.isinf(product[3, 0, 0]) == (d_type == "f16"))
 
 
-def test_constants():
-    text = one(32).replace("}, {%d0, %d1, %d2, %d3};", "}, {0, 1, 2, -3};").replace("{%b0, ", "{0x01010101, ")
+def test_constants_as_operands():
+    text = mma_line(32).replace("}, {%d0, %d1, %d2, %d3};", "}, {0, 1, 2, -3};").replace("{%b0, ", "{0x01010101, ")
     a, b, d = np.full((32, 16), 1, np.uint8), np.zeros((32, 2), np.uint32), np.zeros((32, 4), np.int32)
     run_text(kernel(text), a, b, d)
     assert (d == [16, 17, 18, 13]).all()
@@ -207,7 +208,7 @@ def test_any_straight_line(program):
 def test_some_of_the_warps():
     """Warps 0 and 2 of three, by a branch; and by a guard."""
     body = "shr.u32 %u, %t, 5; setp.eq.u32 %p, %u, 1;\n"
-    for text in (body + "@%p bra L;\n" + one(32) + "\nL:\n", body + "@!%p " + one(32)):
+    for text in (body + "@%p bra L;\n" + mma_line(32) + "\nL:\n", body + "@!%p " + mma_line(32)):
         d = np.zeros((96, 4), np.int32)
         run_text(kernel(text), np.full((96, 16), 1, np.uint8), np.full((96, 8), 2, np.uint8), d, threads=96)
         assert (d.reshape(3, -1) == [[64], [0], [64]]).all()
@@ -231,8 +232,8 @@ def test_many_warps():
         ("setp.ne.u32 %p, %t, 5;\n@%p ", 32, EmulationError, "not all 32 threads of the warp are there"),
     ],
 )
-def test_refused(change, threads, error, message):
-    text = kernel(change + one(32))
+def test_an_mma_of_part_of_a_warp_is_refused(change, threads, error, message):
+    text = kernel(change + mma_line(32))
     arrays = (np.zeros((threads, n), np.uint32) for n in (4, 2, 4))
     with pytest.raises(error, match=message) as raised:
         run_text(text, *arrays, threads=threads)
@@ -251,7 +252,7 @@ def test_uninitialised_registers():
 
 @pytest.mark.parametrize("change", [("%a0, ", ""), ("%b0, %b1", "%b0"), (", {%a0, %a1, %a2, %a3}", ""), ("%d0", "%p")])
 def test_wrong_operands(change):
-    text = kernel(one(32).replace(*change))
+    text = kernel(mma_line(32).replace(*change))
     with pytest.raises(SourceError) as raised:
         run_text(text, *(np.zeros((32, n), np.uint32) for n in (4, 2, 4)))
     assert f"k.ptx:{line_of(text, 'mma.sync')}: " in str(raised.value)
@@ -269,7 +270,7 @@ def test_fp8_is_rounded_as_two_mma_of_f16_and_an_addition(d_type: str, total: fl
     )
     d = np.ones((32, 4), {"f16": np.float16, "f32": np.float32}[d_type])
     count = 2 if d_type == "f16" else 4
-    text = kernel(one(k, f"{d_type}.e4m3.e4m3.{d_type}", depth=k // 16, count=count), d=count)
+    text = kernel(mma_line(k, f"{d_type}.e4m3.e4m3.{d_type}", depth=k // 16, count=count), d=count)
     words_of_d = d.view(np.uint32)
     ptxlab.load(text.replace(".version 8.1", ".version 8.7"))(a, b, words_of_d, grid=1, block=32, backend=backend)
     assert (words_of_d.view(d.dtype) == total).all()

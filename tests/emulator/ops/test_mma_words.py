@@ -40,6 +40,6 @@ def test_bits(shape: str, op: str, backend: str) -> None:
         ("m16n8k256.row.col.s32.b1.b1.s32.xor", (4, 2, 4), "b32", "s32"),
     ],
 )
-def test_forms_that_there_are_not(form: str, counts: tuple[int, int, int], word: str, d: str) -> None:
+def test_unknown_forms_are_refused(form: str, counts: tuple[int, int, int], word: str, d: str) -> None:
     with pytest.raises(UnknownInstruction):
         run_text(kernel(form, counts, word, d), np.zeros(999), np.zeros(999))

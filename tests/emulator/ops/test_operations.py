@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator
-from tests.golden.cases import BLOCK, Case
+from tests.golden.cases import BLOCK_THREADS, Case
 from tests.support.small_kernels import run_body
 
 
@@ -237,7 +237,13 @@ ORACLES = {
 
 
 def results(case: Case, inputs: dict[str, np.ndarray]) -> np.ndarray:
-    emulator.run(case.ptx(), None, list(inputs.values()), grid=len(next(iter(inputs.values()))) // BLOCK, block=BLOCK)
+    emulator.run(
+        case.ptx(),
+        None,
+        list(inputs.values()),
+        grid=len(next(iter(inputs.values()))) // BLOCK_THREADS,
+        block=BLOCK_THREADS,
+    )
     return inputs[case.outputs[0]]
 
 
@@ -327,10 +333,10 @@ def near_ties(kind):
 
 
 def close_calls(case: Case, name: str, mode: str, kind: str, letters: str) -> None:
-    @given(rows=st.lists(st.tuples(*[near_ties(kind)] * len(letters)), min_size=BLOCK, max_size=BLOCK))
+    @given(rows=st.lists(st.tuples(*[near_ties(kind)] * len(letters)), min_size=BLOCK_THREADS, max_size=BLOCK_THREADS))
     @settings(max_examples=2, deadline=None, database=None, phases=[Phase.generate])
     def check(rows):
-        inputs = {k: v[:BLOCK].copy() for k, v in case.inputs().items()}
+        inputs = {k: v[:BLOCK_THREADS].copy() for k, v in case.inputs().items()}
         for letter, column in zip(letters, zip(*rows, strict=True), strict=True):
             inputs[letter][:] = column
         check_rounding(case, name, mode, kind, inputs)
@@ -360,8 +366,8 @@ def test_rounding_is_single_and_exact(name, kind):
     letters = "abc" if name == "fma" else "ab"
     for mode in ["rn"] if "16" in kind else ["rn", "rz", "rm", "rp"]:
         case = Case("k", f"{name}.{mode}.{kind} {{d:{kind}}}, {', '.join(f'{{{x}:{kind}}}' for x in letters)};")
-        check_rounding(case, name, mode, kind, {k: v[-2 * BLOCK :].copy() for k, v in case.inputs().items()})
-        check_rounding(case, name, mode, kind, {k: v[: 2 * BLOCK].copy() for k, v in case.inputs().items()})
+        check_rounding(case, name, mode, kind, {k: v[-2 * BLOCK_THREADS :].copy() for k, v in case.inputs().items()})
+        check_rounding(case, name, mode, kind, {k: v[: 2 * BLOCK_THREADS].copy() for k, v in case.inputs().items()})
 
         close_calls(case, name, mode, kind, letters)
 

@@ -45,7 +45,7 @@ def test_a_split_that_does_not(body: str, threads: int, directives: str, message
 
 
 @pytest.mark.parametrize("count", ["16", "260", "100", "%r0"])
-def test_numbers_of_registers_that_there_are_not(count: str) -> None:
+def test_invalid_numbers_of_registers_are_refused(count: str) -> None:
     with pytest.raises(SourceError, match="a multiple of 8 from 24 to 256"):
         execute(f"setmaxnreg.dec.sync.aligned.u32 {count};")
 

@@ -53,8 +53,8 @@ def test_integers_wrap_or_are_clamped() -> None:
 SMALL = [("m8n8k32", "s4", 8), ("m8n8k32", "u4", 8), ("m8n8k128", "b1", 32)]  # elements of a word
 
 
-def small(shape: str, t: str, operation: str, satfinite: str = "") -> str:
-    """Write a kernel on A by rows and B by columns of 64 and 256 elements, and C by columns."""
+def sub_byte_kernel(shape: str, t: str, operation: str, satfinite: str = "") -> str:
+    """Write a kernel of one wmma of elements below a byte, A by rows, B and C by columns."""
     return f"""{HEADER}.visible .entry k(.param .u64 pa, .param .u64 pb, .param .u64 pc, .param .u64 pd) {{
     .reg .b64 %x<4>; .reg .b32 %a, %b, %s; .reg .s32 %c<2>, %d<2>;
     ld.param.u64 %x0, [pa]; ld.param.u64 %x1, [pb]; ld.param.u64 %x2, [pc]; ld.param.u64 %x3, [pd]; mov.b32 %s, 256;
@@ -77,7 +77,9 @@ def test_elements_of_less_than_a_byte(shape: str, t: str, per_word: int, operati
         rng.integers(0, 2**32, (8, 256 // per_word), np.uint32),
     )
     c, d = rng.integers(-(2**31), 2**31, (8, 8)).astype(np.int32), np.zeros((8, 8), np.int32)
-    text = small(shape, t, f".{operation}.popc" if t == "b1" else "", ".satfinite" * (t != "b1" and operation == "and"))
+    text = sub_byte_kernel(
+        shape, t, f".{operation}.popc" if t == "b1" else "", ".satfinite" * (t != "b1" and operation == "and")
+    )
     ptxlab.load(text)(a, b, c.T.copy(), d, grid=1, block=32, backend=backend)
     left, right = ((x[:, : k // per_word, None] >> np.arange(0, 32, 32 // per_word) & 2 ** (32 // per_word) - 1)
                    .reshape(8, k).astype(np.int64) for x in (a, b))  # fmt: skip
@@ -93,7 +95,7 @@ def test_elements_of_less_than_a_byte(shape: str, t: str, per_word: int, operati
 
 
 def test_a_stride_within_a_word_is_refused() -> None:
-    text = small("m8n8k32", "s4", "").replace("mov.b32 %s, 256", "mov.b32 %s, 36")
+    text = sub_byte_kernel("m8n8k32", "s4", "").replace("mov.b32 %s, 256", "mov.b32 %s, 36")
     with pytest.raises(EmulationError, match="the stride is no multiple of 8"):
         run_text(text, *np.zeros((4, 64), np.uint32))
 
@@ -121,7 +123,7 @@ def test_a_matrix_that_reaches_beyond_its_buffer() -> None:
     ("load.a.sync.aligned.row.m16n16k16.global.f16", "load.a.sync.aligned.col.m8n8k32.s4"),
     ("row.col.m16n16k16.f32.f32", "row.col.m8n8k128.s32.b1.b1.s32"),
 ])  # fmt: skip
-def test_forms_that_there_are_not(form: tuple[str, str]) -> None:
+def test_unknown_forms_are_refused(form: tuple[str, str]) -> None:
     text = kernel("m16n16k16", "f16", "f32", ("row", "col", "row"), (16, 16, 16)).replace(*form)
     c = np.zeros((16, 16), np.float32)
     with pytest.raises(UnknownInstruction):

@@ -38,7 +38,7 @@ def outcome(body: str, mode: str = "late", cluster: int = 3, checks=emulator.CHE
     return out.tolist(), [str(finding) for finding in launch.findings]
 
 
-def test_who_is_who() -> None:
+def test_special_registers_of_clusters() -> None:
     names = ["cluster_ctarank", "cluster_nctarank", *(f"{name}.{axis}" for name in (
         "cluster_ctaid", "cluster_nctaid", "clusterid", "nclusterid") for axis in "xyz")]  # fmt: skip
     store = "".join(f"mov.u32 %r0, %{name}; st.global.u32 [%x0+{4 * i}], %r0;\n" for i, name in enumerate(names))
@@ -248,7 +248,7 @@ def test_one_copy_for_several_blocks(mode: str) -> None:
          "no initialised mbarrier"),
     ],
 )  # fmt: skip
-def test_refused(body: str, error: type, message: str) -> None:
+def test_invalid_accesses_and_barriers_are_refused(body: str, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         outcome(body + "\n", checks=())
 

@@ -47,15 +47,17 @@ def generate(rng: np.random.Generator, category: str) -> Program:
         f"cvta.shared.u64 {generic}, {generic};",
     )
     for _ in range(12 + program.below(14)):
-        alone(program, *program.pick((".global", in_global), (".shared", shared), ("", in_global), ("", generic)))
+        add_own_atomic(
+            program, *program.pick((".global", in_global), (".shared", shared), ("", in_global), ("", generic))
+        )
     for _ in range(2 + program.below(4)):
-        of_vectors(program, in_global)
+        add_vector_atomic(program, in_global)
     for _ in range(2 + program.below(4)):
-        meeting(program)
+        add_contended_atomic(program)
     return program
 
 
-def alone(program: Program, space: str, base: str) -> None:
+def add_own_atomic(program: Program, space: str, base: str) -> None:
     """Add an atomic on the thread's own word: what it returns, and what is there behind it."""
     name, t = program.pick(*OPERATIONS)
     order, bits, noftz = program.pick("", "", ".relaxed.gpu", ".release.gpu"), DOMAINS[t].bits, ".noftz" * (t in HALVES)
@@ -77,7 +79,7 @@ def alone(program: Program, space: str, base: str) -> None:
     program.sequence(lines, opcode, registers, tuple[Source, ...](sources))
 
 
-def of_vectors(program: Program, base: str) -> None:
+def add_vector_atomic(program: Program, base: str) -> None:
     """Add a sum, or smaller or larger elements, of a vector in global memory; words in either order."""
     t, count, name = program.pick(*VECTORS)
     in_memory = {"f32": "f32", "f16": "f16x2", "bf16": "bf16x2"}[t.removesuffix("x2")]
@@ -98,7 +100,7 @@ def of_vectors(program: Program, base: str) -> None:
     program.sequence(lines, opcode, registers, (*first, *values))
 
 
-def meeting(program: Program) -> None:
+def add_contended_atomic(program: Program) -> None:
     """Add an atomic of many threads on few words, of a kind whose order does not show."""
     space, (name, t) = program.pick("global", "shared"), program.pick(*COMMUTING).split(".")
     bits, words = int(t[1:]), program.pick(1, 2, 4, 8)

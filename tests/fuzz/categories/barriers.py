@@ -15,12 +15,12 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     base = program.register(32)
     program.lines(f"mov.u32 {base}, tile;")
     for _ in range(3 + program.below(6)):
-        program.pick(pairs, arrivals, votes, count, count_of_pairs)(program, base)
+        program.pick(meet_in_pairs, arrive_and_wait, add_votes, add_count, add_count_of_pairs)(program, base)
     return program
 
 
-def pairs(program: Program, base: str) -> None:
-    """Two warps at a time meet at a barrier of their own, and read each other's words."""
+def meet_in_pairs(program: Program, base: str) -> None:
+    """Let two warps at a time meet at a barrier of their own, and read each other's words."""
     number, place, d = (program.register(32) for _ in range(3))
     word = program.input("b32")
     barrier = program.pick("bar.sync", "barrier.sync", "barrier.cta.sync.aligned")
@@ -38,7 +38,7 @@ def pairs(program: Program, base: str) -> None:
     program.sequence(lines, f"{barrier} of two warps", [(d, "b32")], (word,), CROSSES)
 
 
-def arrivals(program: Program, base: str) -> None:
+def arrive_and_wait(program: Program, base: str) -> None:
     """Let the first warp arrive at a barrier where the second waits for its words."""
     place, d, is_of_others, is_first = (program.register(bits) for bits in (32, 32, 1, 1))
     word, barrier, (end, waits) = program.input("b32"), 1 + program.below(15), program.labels(2)
@@ -63,7 +63,7 @@ def arrivals(program: Program, base: str) -> None:
     program.sequence(lines, "bar.arrive and bar.sync", [(d, "b32")], (word,), CROSSES)
 
 
-def votes(program: Program, base: str) -> None:
+def add_votes(program: Program, base: str) -> None:
     """Ask whether all threads have a predicate, or some."""
     alike = np.full(program.total, program.below(2)) if program.chance(0.5) else None
     vote, d = program.input("pred", alike), program.register(1)
@@ -72,7 +72,7 @@ def votes(program: Program, base: str) -> None:
     program.sequence([line], f"bar.red.{name}", [(d, "pred")], (vote,), CROSSES)
 
 
-def count(program: Program, base: str) -> None:
+def add_count(program: Program, base: str) -> None:
     """Count the threads of the block that have a predicate."""
     vote, d = program.input("pred"), program.register(32)
     opcode = program.pick("bar.red.popc.u32", "barrier.cta.red.popc.aligned.u32")
@@ -80,8 +80,8 @@ def count(program: Program, base: str) -> None:
     program.sequence([line], opcode, [(d, "u32")], (vote,), CROSSES)
 
 
-def count_of_pairs(program: Program, base: str) -> None:
-    """Count the threads of two warps that have a predicate, at barriers that `pairs` has not."""
+def add_count_of_pairs(program: Program, base: str) -> None:
+    """Count the threads of two warps that have a predicate, at barriers that `meet_in_pairs` has not."""
     vote, d, number = program.input("pred"), program.register(32), program.register(32)
     lines = [
         f"shr.u32 {number}, %warp, 1;",

@@ -18,7 +18,7 @@ COMBINED = (  # names, and types of each
 REDUCTIONS = [f"{name}.{t}" for names, types in COMBINED for name in names for t in types]
 
 
-def words(program: Program, t: str) -> Values:
+def draw_words(program: Program, t: str) -> Values:
     """Draw 64 bits for each thread, of elements of a type."""
     domain = {"f16": "f16x2", "bf16": "bf16x2", "f32": "f32"}.get(t)
     if domain:
@@ -33,7 +33,7 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     program.is_asynchronous = True
     reduction = program.pick(*REDUCTIONS) if program.chance(0.6) else ""
     t, rows, first = reduction.split(".")[-1], 2 + program.below(4), len(program.inputs)
-    program.inputs += [words(program, t) for _ in range(rows)]
+    program.inputs += [draw_words(program, t) for _ in range(rows)]
     size = rows * 8 * program.threads
     count = 16 * (1 + program.below(size // 16)) if program.chance(0.6) else size
     program.shared += [f".shared .align 128 .b8 tile[{size}];", ".shared .align 8 .b64 barrier;"]
@@ -55,8 +55,8 @@ def generate(rng: np.random.Generator, category: str) -> Program:
         f"setp.eq.u32 {one}, %t, 0;",
         *(f"st.shared.b64 [{place}+{a}], {pattern};" for a in offsets),
     )
-    to_shared(program, (tile, barrier, from_, one), place, offsets, count)
-    target = [program.input("b64", words(program, t)).text if reduction else pattern for _ in offsets]
+    copy_to_shared(program, (tile, barrier, from_, one), place, offsets, count)
+    target = [program.input("b64", draw_words(program, t)).text if reduction else pattern for _ in offsets]
     again = []
     for row, a in enumerate(offsets if reduction else ()):
         again.append(f"ld.global.b64 {pattern}, [%in+{8 * program.total * (first + row)}];")
@@ -91,7 +91,9 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     return program
 
 
-def to_shared(program: Program, registers: tuple[str, str, str, str], place: str, at: list[int], count: int) -> None:
+def copy_to_shared(
+    program: Program, registers: tuple[str, str, str, str], place: str, at: list[int], count: int
+) -> None:
     """Copy bytes to shared memory by one thread, and wait for them by all."""
     tile, barrier, from_, one = registers
     (wait,) = program.labels(1)

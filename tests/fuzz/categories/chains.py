@@ -22,12 +22,12 @@ def generate(rng: np.random.Generator, category: str) -> Program:
         tells_early = program.chance(0.6)
         if number < last and tells_early:
             program.lines("griddepcontrol.launch_dependents;")
-        begin(program, waits=number > 0)
+        compute_before_wait(program, waits=number > 0)
         if number:
-            receive(program, number - 1)
+            load_from_previous_kernel(program, number - 1)
         compute(program)
         if number < last:
-            hand_on(program, number)
+            store_for_next_kernel(program, number)
             if not tells_early and program.chance(0.5):
                 program.lines("griddepcontrol.launch_dependents;")
     return program
@@ -39,7 +39,7 @@ def compute(program: Program) -> None:
         program.form(integers.ARITHMETIC)
 
 
-def begin(program: Program, waits: bool) -> None:
+def compute_before_wait(program: Program, waits: bool) -> None:
     """Compute, and store only behind the wait: the kernel before may still use its memory."""
     start = len(program.units)
     compute(program)
@@ -50,7 +50,7 @@ def begin(program: Program, waits: bool) -> None:
         program.units += [unit for unit in early if unit.stores]
 
 
-def place(program: Program, number: int, thread: str) -> tuple[list[str], str]:
+def locate_words(program: Program, number: int, thread: str) -> tuple[list[str], str]:
     """Compute where a thread of all has its words of a kernel; `thread` is a register with its number."""
     address = program.register(64)
     offset = 8 * WORDS * program.total * number
@@ -62,18 +62,18 @@ def place(program: Program, number: int, thread: str) -> tuple[list[str], str]:
     ], address
 
 
-def hand_on(program: Program, number: int) -> None:
+def store_for_next_kernel(program: Program, number: int) -> None:
     """Store words for the next kernel."""
-    lines, at = place(program, number, "%scratch")
+    lines, at = locate_words(program, number, "%scratch")
     first = [f"mad.lo.u32 %scratch, %block, {program.threads}, %t;"]
     stores = [f"st.global.b64 [{at}+{8 * i}], {program.source('b64').text};" for i in range(WORDS)]
     program.lines(*first, *lines, *stores)
 
 
-def receive(program: Program, number: int) -> None:
+def load_from_previous_kernel(program: Program, number: int) -> None:
     """Load the words that another thread, of any block, left in the kernel before."""
     thread = program.register(32)
-    lines, at = place(program, number, thread)
+    lines, at = locate_words(program, number, thread)
     turn = [
         f"mad.lo.u32 {thread}, %block, {program.threads}, %t;",
         f"add.u32 {thread}, {thread}, {program.below(program.total)};",

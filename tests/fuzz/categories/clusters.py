@@ -25,27 +25,27 @@ def generate(rng: np.random.Generator, category: str) -> Program:
         ".shared .align 8 .b64 barrier;",
         ".shared .align 16 .b64 sums[4];",
     ]
-    specials(program)
-    for step in (neighbours, atomics, stores, multicast):
+    read_special_registers(program)
+    for step in (exchange_with_neighbour, add_remote_atomics, add_async_stores, add_multicast_copy):
         if program.chance(0.7):
             step(program)
     return program
 
 
-def meet(program: Program) -> list[str]:
+def draw_barrier(program: Program) -> list[str]:
     """Draw a barrier of the cluster."""
     aligned = program.pick("", ".aligned")
     return [line.format(aligned=aligned) for line in MEET]
 
 
-def specials(program: Program) -> None:
+def read_special_registers(program: Program) -> None:
     """Read what tells a block where it is."""
     d = [program.register(32) for _ in SPECIALS]
     lines = [f"mov.u32 {register}, {name};" for register, name in zip(d, SPECIALS, strict=True)]
     program.sequence(lines, "special registers", [(register, "u32") for register in d])
 
 
-def peer(program: Program, symbol: str, further: int) -> tuple[list[str], str]:
+def address_in_peer(program: Program, symbol: str, further: int) -> tuple[list[str], str]:
     """Compute the address of a variable in the block of the cluster that is so many further on."""
     rank, place, address = program.register(32), program.register(32), program.register(32)
     return [
@@ -57,26 +57,26 @@ def peer(program: Program, symbol: str, further: int) -> tuple[list[str], str]:
     ], address
 
 
-def neighbours(program: Program) -> None:
+def exchange_with_neighbour(program: Program) -> None:
     """Store a word in each thread's block, and load that of a thread of another block."""
     word, place, d, neighbour = program.input("b64"), program.register(32), program.register(64), program.register(32)
-    lines, address = peer(program, "tile", program.below(program.cluster))
+    lines, address = address_in_peer(program, "tile", program.below(program.cluster))
     lines = [
         f"mov.u32 {place}, tile;",
         f"mad.lo.u32 {place}, %t, 8, {place};",
-        *meet(program),
+        *draw_barrier(program),
         f"st.shared.b64 [{place}], {word.text};",
-        *meet(program),
+        *draw_barrier(program),
         *lines,
         f"xor.b32 {neighbour}, %t, {program.below(program.threads)};",
         f"mad.lo.u32 {address}, {neighbour}, 8, {address};",
         f"ld.shared::cluster.b64 {d}, [{address}];",
-        *meet(program),
+        *draw_barrier(program),
     ]
     program.sequence(lines, "ld.shared::cluster", [(d, "b64")], (word,), CROSSES)
 
 
-def atomics(program: Program) -> None:
+def add_remote_atomics(program: Program) -> None:
     """Let all threads of a block combine with words of another block."""
     name, t = program.pick("add.u32", "add.u64", "max.s32", "xor.b64", "min.u64", "or.b32").split(".")
     bits, is_first, place, index = DOMAINS[t].bits, program.register(1), program.register(32), program.register(32)
@@ -85,42 +85,42 @@ def atomics(program: Program) -> None:
     if further and bits == 64 and name != "add":
         program.avoid("64-bit atomics of other blocks")
         further = 0
-    lines, address = peer(program, "sums", further)
+    lines, address = address_in_peer(program, "sums", further)
     first = int(DOMAINS[t].draw(program.rng, 1)[0])
     opcode = f"red{program.pick('', '.relaxed.cluster', '.release.cluster')}.shared::cluster.{name}.{t}"
     lines = [
-        *meet(program),
+        *draw_barrier(program),
         f"mov.u32 {place}, sums;",
         f"mov.b{bits} {start}, {first};",
         f"setp.lt.u32 {is_first}, %t, 4;",
         f"mad.lo.u32 {index}, %t, 8, {place};",
         f"@{is_first} st.shared.b{bits} [{index}], {start};",
-        *meet(program),
+        *draw_barrier(program),
         *lines,
         f"and.b32 {index}, %t, 3;",
         f"mad.lo.u32 {address}, {index}, 8, {address};",
         f"{opcode} [{address}], {word.text};",
-        *meet(program),
+        *draw_barrier(program),
         f"mad.lo.u32 {index}, {index}, 8, {place};",
         f"ld.shared.b{bits} {d}, [{index}];",
     ]
     program.sequence(lines, opcode, [(d, t)], (word,), CROSSES)
 
 
-def stores(program: Program) -> None:
+def add_async_stores(program: Program) -> None:
     """Send a word from each thread to another block by st.async; its mbarrier counts the bytes."""
     word, d, state, one = program.input("b64"), program.register(64), program.register(64), program.register(1)
-    lines, address = peer(program, "tile", program.below(program.cluster))
+    lines, address = address_in_peer(program, "tile", program.below(program.cluster))
     # the same block's mbarrier: by the same steps
     at, mapped, place, (wait,) = program.register(32), program.register(32), program.register(32), program.labels(1)
     rank = lines[0].split()[1].rstrip(",")
     lines = [
         f"setp.eq.u32 {one}, %t, 0;",
         f"mov.u32 {at}, barrier;",
-        *meet(program),
+        *draw_barrier(program),
         f"@{one} mbarrier.init.shared.b64 [{at}], 1;",
         f"@{one} fence.mbarrier_init.release.cluster;",
-        *meet(program),
+        *draw_barrier(program),
         f"@{one} mbarrier.arrive.expect_tx.shared.b64 {state}, [{at}], {8 * program.threads};",
         *lines,
         f"mapa.shared::cluster.u32 {mapped}, {at}, {rank};",
@@ -132,14 +132,14 @@ def stores(program: Program) -> None:
         f"mov.u32 {place}, tile;",
         f"mad.lo.u32 {place}, %t, 8, {place};",
         f"ld.shared.b64 {d}, [{place}];",
-        *meet(program),
+        *draw_barrier(program),
         f"@{one} mbarrier.inval.shared.b64 [{at}];",
-        *meet(program),
+        *draw_barrier(program),
     ]
     program.sequence(lines, "st.async", [(d, "b64")], (word,), CROSSES)
 
 
-def multicast(program: Program) -> None:
+def add_multicast_copy(program: Program) -> None:
     """Copy inputs from the first block of each cluster to the same place in some of its blocks."""
     row = len(program.inputs)
     program.inputs.append(program.rng.integers(0, 2**64, program.total, dtype=np.uint64))
@@ -157,18 +157,18 @@ def multicast(program: Program) -> None:
         f"mov.u32 {rank}, %cluster_ctarank;",
         f"mad.lo.u32 {bit}, %t, 8, {place};",
         f"mov.b64 {d}, 77;",
-        *meet(program),
+        *draw_barrier(program),
         f"st.shared.b64 [{bit}], {d};",
         f"@{one} mbarrier.init.shared.b64 [{at}], 1;",
         f"@{one} fence.mbarrier_init.release.cluster;",
         "fence.proxy.async;",
-        *meet(program),
+        *draw_barrier(program),
         f"shr.u32 {bit}, {mask}, {rank};",
         f"and.b32 {bit}, {bit}, 1;",
         f"setp.eq.u32 {is_told}, {bit}, 1;",
         f"and.pred {is_sender}, {one}, {is_told};",
         f"@{is_sender} mbarrier.arrive.expect_tx.shared.b64 {state}, [{at}], {size};",
-        *meet(program),
+        *draw_barrier(program),
         f"setp.eq.u32 {is_sender}, {rank}, 0;",
         f"and.pred {is_sender}, {is_sender}, {one};",
         f"ld.param.u64 {from_}, [inputs];",
@@ -183,8 +183,8 @@ def multicast(program: Program) -> None:
         f"{end}:",
         f"mad.lo.u32 {bit}, %t, 8, {place};",
         f"ld.shared.b64 {d}, [{bit}];",
-        *meet(program),
+        *draw_barrier(program),
         f"@{one} mbarrier.inval.shared.b64 [{at}];",
-        *meet(program),
+        *draw_barrier(program),
     ]
     program.sequence(lines, copy, [(d, "b64")], how=CROSSES)

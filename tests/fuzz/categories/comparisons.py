@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.fuzz.categories.straight import straight
+from tests.fuzz.categories.straight import generate_straight
 from tests.fuzz.forms import parse
 from tests.fuzz.program import PLAIN, How, Program
 
@@ -50,4 +50,4 @@ TABLES = [(TABLE, PLAIN), (OF_REGISTERS, How(constants=False))]
 
 def generate(rng: np.random.Generator, category: str) -> Program:
     """Make a program."""
-    return straight(rng, category, TABLES, (20, 60))
+    return generate_straight(rng, category, TABLES, (20, 60))

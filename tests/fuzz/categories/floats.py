@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.fuzz.categories.straight import straight
+from tests.fuzz.categories.straight import generate_straight
 from tests.fuzz.forms import parse
 from tests.fuzz.program import PLAIN, How, Program
 
@@ -45,4 +45,4 @@ TABLES = [
 
 def generate(rng: np.random.Generator, category: str) -> Program:
     """Make a program."""
-    return straight(rng, category, TABLES, (20, 55))
+    return generate_straight(rng, category, TABLES, (20, 55))

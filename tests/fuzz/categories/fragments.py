@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.fuzz.categories.matrices import CROSSES, SLOT, braces
-from tests.fuzz.categories.numbers import exact
+from tests.fuzz.categories.numbers import draw_exact
 from tests.fuzz.categories.straight import program_threads
 from tests.fuzz.domains import Values
 from tests.fuzz.forms import parse
@@ -33,7 +33,7 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     fill(program, base, SIZE, lambda: rng.integers(0, 2**64, program.total, dtype=np.uint64))
     program.lines("bar.sync 0;")
     for _ in range(8 + program.below(10)):
-        kind = program.pick(load, load, store)
+        kind = program.pick(add_ldmatrix, add_ldmatrix, add_stmatrix)
         if program.chance(0.15):
             program.form(MOVE, How(crosses=True, guarded=False, constants=False))
         else:
@@ -41,7 +41,7 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     return program
 
 
-def load(program: Program, base: str) -> None:
+def add_ldmatrix(program: Program, base: str) -> None:
     """Add an ldmatrix from any rows."""
     count, trans = program.pick(1, 2, 4), program.pick("", ".trans")
     rows = program.input("b32", 16 * program.rng.integers(0, SIZE // 16, program.total, np.uint64))
@@ -55,7 +55,7 @@ def load(program: Program, base: str) -> None:
     program.sequence([*lines, f"{opcode} {braces(d)}, [{place}];"], opcode, [(r, "b32") for r in d], (rows,), CROSSES)
 
 
-def store(program: Program, base: str) -> None:
+def add_stmatrix(program: Program, base: str) -> None:
     """Add an stmatrix to rows of the warp's own, each once; and what is there behind it."""
     count, trans = program.pick(1, 2, 4), program.pick("", ".trans")
     warps = program.threads // 32
@@ -98,7 +98,7 @@ def generate_wmma(rng: np.random.Generator, category: str) -> Program:
     def words(of: str) -> np.ndarray:
         if d == "s32":
             return rng.integers(0, 2**64, program.total, dtype=np.uint64)
-        low, high = (exact(rng, of, program.total, few_bits=d == "f16") for _ in range(2))
+        low, high = (draw_exact(rng, of, program.total, few_bits=d == "f16") for _ in range(2))
         return low if of == "f64" else low | high << np.uint64(32)
 
     fill(program, base, 8192, lambda: words(t))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.fuzz.categories.straight import straight
+from tests.fuzz.categories.straight import generate_straight
 from tests.fuzz.domains import DOMAINS
 from tests.fuzz.forms import parse
 from tests.fuzz.program import PLAIN, How, Program, Source
@@ -44,7 +44,7 @@ TABLES = [
 
 def generate(rng: np.random.Generator, category: str) -> Program:
     """Make a program."""
-    program = straight(rng, category, TABLES, (15, 45))
+    program = generate_straight(rng, category, TABLES, (15, 45))
     for _ in range(int(rng.integers(1, 6))):
         _long_sums(program)
     return program

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tests.fuzz.categories.numbers import exact, integers
+from tests.fuzz.categories.numbers import draw_exact, draw_integers
 from tests.fuzz.categories.straight import program_threads
 from tests.fuzz.domains import Values
 from tests.fuzz.program import How, Program, Source
@@ -48,7 +48,7 @@ class Mma:
         t = {"a": self.a, "b": self.b}.get(operand, self.d)
         if t == "s32":
             return rng.integers(0, 2**32 if rng.random() < 0.5 else 999, count, dtype=np.uint64)
-        return integers(rng, t, count) if self.is_integer else exact(rng, t, count, self.d == "f16", special)
+        return draw_integers(rng, t, count) if self.is_integer else draw_exact(rng, t, count, self.d == "f16", special)
 
 
 def _forms() -> list[Mma]:
@@ -93,11 +93,11 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     """Make a program of single ones, some of which go on with their own result."""
     program = Program(rng, category, program_threads(rng, (32, 64)))
     for _ in range(6 + program.below(8)):
-        single(program, draw_form(program))
+        add_mma(program, draw_form(program))
     return program
 
 
-def single(program: Program, form: Mma) -> None:
+def add_mma(program: Program, form: Mma) -> None:
     """Add one mma, or two of which the second adds to the first."""
     special = 0.02 if not form.is_integer and program.chance(0.15) else 0.0
     wide = form.a == "f64"
@@ -132,7 +132,7 @@ def generate_lines(rng: np.random.Generator, category: str) -> Program:
             if form.is_integer:
                 drawn = rng.integers(0, 2**32, program.total, dtype=np.uint64)
             else:
-                drawn = exact(rng, {"a": form.a, "b": form.b}.get(operand, form.d), program.total, few_bits=True)
+                drawn = draw_exact(rng, {"a": form.a, "b": form.b}.get(operand, form.d), program.total, few_bits=True)
             program.lines(f"mov.b32 {register}, {program.input('b32', drawn).text};")
         return registers
 
@@ -167,7 +167,8 @@ def generate_quarters(rng: np.random.Generator, category: str) -> Program:
         counts = {"a": 2, "b": 2, "c": 8 if c_type == "f32" else 4}
         sources = {
             x: [
-                program.input("b32", exact(rng, c_type if x == "c" else "f16", 32, few_bits=True)) for _ in range(count)
+                program.input("b32", draw_exact(rng, c_type if x == "c" else "f16", 32, few_bits=True))
+                for _ in range(count)
             ]
             for x, count in counts.items()
         }

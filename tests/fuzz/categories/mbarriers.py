@@ -18,13 +18,13 @@ def generate(rng: np.random.Generator, category: str) -> Program:
         f"@{one} mbarrier.init.shared::cta.b64 [{barriers}+8], {program.threads};",
         "bar.sync 0;",
     )
-    alone(program, barriers, one, expected)
+    use_alone(program, barriers, one, expected)
     for phase in range(1 + program.below(3)):
-        meeting(program, barriers, phase)
+        use_together(program, barriers, phase)
     return program
 
 
-def alone(program: Program, barriers: str, one: str, expected: int) -> None:
+def use_alone(program: Program, barriers: str, one: str, expected: int) -> None:
     """Let one thread arrive, drop out, test states and parities; `missing` never falls below what a phase has left."""
     (end,) = program.labels(1)
     clearing, lines, result_registers, missing = [], [f"@!{one} bra {end};"], [], expected
@@ -56,7 +56,7 @@ def alone(program: Program, barriers: str, one: str, expected: int) -> None:
     program.sequence([*clearing, *lines, f"{end}:", "bar.sync 0;"], "mbarrier of one thread", result_registers)
 
 
-def meeting(program: Program, barriers: str, phase: int) -> None:
+def use_together(program: Program, barriers: str, phase: int) -> None:
     """Let all threads arrive and wait, by state or by parity, and then read each other's words."""
     word, (wait,) = program.input("b32"), program.labels(1)
     state, box, place, d = (program.register(bits) for bits in (64, 32, 32, 32))

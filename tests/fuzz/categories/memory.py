@@ -69,12 +69,12 @@ def generate(rng: np.random.Generator, category: str) -> Program:
             *(f"st.{space}.b64 [{base}+{offset}], {program.input('b64').text};" for offset in range(0, size, 8))
         )
     for _ in range(25 + program.below(30)):
-        access(program, program.pick(*windows))
+        add_access(program, program.pick(*windows))
     for register, space in ((generic_shared, "shared"), (generic_local, "local"), (numbers, "global")):
         p, window = program.register(1), program.pick(*SPACES)
         if (space, window) != ("global", "const"):  # constants lie in global memory, or do not
             program.sequence([f"isspacep.{window} {p}, {register};"], f"isspacep.{window} of {space}", [(p, "pred")])
-    of_others(program)
+    load_words_of_others(program)
     for space, base, size in whole:
         registers = [program.register(64) for _ in range(0, size, 8)]
         lines = [f"ld.{space}.b64 {register}, [{base}+{8 * i}];" for i, register in enumerate(registers)]
@@ -82,7 +82,7 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     return program
 
 
-def access(program: Program, window: Window) -> None:
+def add_access(program: Program, window: Window) -> None:
     """Add a load or a store of one to four elements."""
     t = program.pick(*TYPES)
     count = program.pick(1, 1, 2, 4)
@@ -113,7 +113,7 @@ def braces(registers: list[str]) -> str:
     return "{" + ", ".join(registers) + "}" if len(registers) > 1 else registers[0]
 
 
-def of_others(program: Program) -> None:
+def load_words_of_others(program: Program) -> None:
     """Load what other threads of the block have in shared memory, between barriers."""
     program.lines("bar.sync 0;")
     for _ in range(4):

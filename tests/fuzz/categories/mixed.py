@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.fuzz.categories import bits, comparisons, conversions, floats, integers, video, warps
-from tests.fuzz.categories.straight import straight
+from tests.fuzz.categories.straight import generate_straight
 from tests.fuzz.program import Program
 
 TABLES = [
@@ -16,4 +16,4 @@ TABLES += [*video.TABLES, (warps.TABLE, warps.HOW)]
 
 def generate(rng: np.random.Generator, category: str) -> Program:
     """Make a program."""
-    return straight(rng, category, TABLES, (30, 75), (32, 64))
+    return generate_straight(rng, category, TABLES, (30, 75), (32, 64))

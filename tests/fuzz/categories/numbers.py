@@ -13,7 +13,7 @@ SPECIALS = (np.nan, np.inf, -np.inf)  # e4m3 has its largest number in place of 
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "f32": 32, "f64": 64, "e4m3": 8, "e5m2": 8}
 
 
-def exact(
+def draw_exact(
     rng: np.random.Generator,
     t: str,
     count: int,
@@ -54,7 +54,7 @@ def pack(x: Floats, t: str) -> Values:
     return codes.astype(np.uint8).view(np.uint32).astype(np.uint64)
 
 
-def integers(rng: np.random.Generator, t: str, count: int) -> Values:
+def draw_integers(rng: np.random.Generator, t: str, count: int) -> Values:
     """Draw registers of packed integers, or bits; sometimes all at an end of the range."""
     ends = {"s8": 0x80808080, "s4": 0x88888888}
     if rng.random() < 0.2:

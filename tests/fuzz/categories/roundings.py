@@ -20,11 +20,11 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     """Make a program of some of both kinds."""
     program = Program(rng, category, program_threads(rng, (32, 64, 128)))
     for _ in range(4 + program.below(4)):
-        halves(program) if program.chance(0.5) else near(program, program.pick(*FLOATS))
+        multiply_halves(program) if program.chance(0.5) else multiply_full_significands(program, program.pick(*FLOATS))
     return program
 
 
-def product(program: Program, form: Mma, registers: dict[str, list[Values]], how: How, d: list[Values]) -> None:
+def add_mma(program: Program, form: Mma, registers: dict[str, list[Values]], how: How, d: list[Values]) -> None:
     """Add an mma; `d` are the registers of its result where they are known."""
     bits = 64 if form.a == "f64" else 32
     sources = {x: [program.input(f"b{bits}", values) for values in registers[x]] for x in "abc"}
@@ -36,10 +36,10 @@ def product(program: Program, form: Mma, registers: dict[str, list[Values]], how
     program.sequence([text], opcode, result_registers, every, how, expected=d)
 
 
-def halves(program: Program) -> None:
+def multiply_halves(program: Program) -> None:
     """Multiply f16 of any size."""
     warps = program.total // 32
-    a, b = (any_halves(program.rng, (warps, *shape)) for shape in ((16, 16), (16, 8)))
+    a, b = (draw_halves(program.rng, (warps, *shape)) for shape in ((16, 16), (16, 8)))
     exponents = program.rng.integers(-40, 20, (warps, 16, 8))
     c = np.ldexp(program.rng.uniform(-2, 2, exponents.shape), exponents).astype(np.float32)
     c = np.where(program.rng.random(c.shape) < 0.1, np.float32(0), c)
@@ -53,10 +53,10 @@ def halves(program: Program) -> None:
         x: [*fragment.scatter(matrix).reshape(program.total, -1).T.astype(np.uint64)]
         for x, (fragment, matrix) in maps.items()
     }
-    product(program, Mma("m16n8k16", "f32", "f16", "f16", 4, 2), registers, CROSSES, registers["d"])
+    add_mma(program, Mma("m16n8k16", "f32", "f16", "f16", 4, 2), registers, CROSSES, registers["d"])
 
 
-def any_halves(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+def draw_halves(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Draw finite f16 of a narrow range of exponents, or of a wide one; a tenth are zeros."""
     low = int(rng.integers(0, 20))
     exponents = rng.integers(low, int(rng.integers(low, 30)) + 1, shape)
@@ -64,7 +64,7 @@ def any_halves(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return np.where(rng.random(shape) < 0.1, bits & 0x8000, bits).astype(np.uint16).view(np.float16)
 
 
-def near(program: Program, form: Mma) -> None:
+def multiply_full_significands(program: Program, form: Mma) -> None:
     """Multiply numbers all of whose bits are in use."""
     k = int(form.shape.split("k")[1])
     tolerance = Tolerance(0.0, UNITS[form.d] * (k * LARGEST**2 + LARGEST))
@@ -75,4 +75,4 @@ def near(program: Program, form: Mma) -> None:
 
     counts = {"a": (form.a, form.a_registers), "b": (form.b, form.b_registers), "c": (form.d, form.d_registers)}
     registers = {x: [draw(t) for _ in range(count)] for x, (t, count) in counts.items()}
-    product(program, form, registers, How(crosses=True, tolerance=tolerance), [])
+    add_mma(program, form, registers, How(crosses=True, tolerance=tolerance), [])

@@ -10,7 +10,7 @@ Table = tuple[Sequence[str], How]
 THREADS, BLOCKS = (32, 64, 64, 96, 37, 1), (1, 1, 1, 1, 2, 3)
 
 
-def straight(
+def generate_straight(
     rng: np.random.Generator,
     category: str,
     tables: Sequence[Table],

@@ -27,11 +27,11 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     program.is_asynchronous = True
     dtype = np.dtype(program.pick(*DTYPES))
     axes, swizzle = 1 + program.below(5), program.pick(0, 0, 32, 64, 128)
-    box = shape_of_box(program, axes, swizzle, dtype.itemsize)
+    box = draw_box_shape(program, axes, swizzle, dtype.itemsize)
     shape = (*(max(1, side + program.below(5) - 1) for side in box[:-1]), box[-1] * program.pick(1, 2))
     if len(shape) > 1 and shape[-1] * dtype.itemsize % 16:
         shape = (*shape[:-1], box[-1])
-    program.arrays = [elements(rng, dtype, shape) for _ in range(2)]
+    program.arrays = [draw_elements(rng, dtype, shape) for _ in range(2)]
     program.make_arguments = lambda arrays: [
         TensorMap(arrays[0], box, swizzle),
         TensorMap(arrays[1], box, swizzle),
@@ -39,12 +39,12 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     ]
     program.parameters += [".param .align 64 .b8 from[128]", ".param .align 64 .b8 to[128]", ".param .u64 array"]
     program.shared += [f".shared .align 1024 .b8 tile[{ROOM}];", ".shared .align 8 .b64 barrier;"]
-    bring(program, box, prod(box) * dtype.itemsize)
-    take_away(program, shape, dtype)
+    copy_to_shared(program, box, prod(box) * dtype.itemsize)
+    copy_to_global(program, shape, dtype)
     return program
 
 
-def shape_of_box(program: Program, axes: int, swizzle: int, itemsize: int) -> tuple[int, ...]:
+def draw_box_shape(program: Program, axes: int, swizzle: int, itemsize: int) -> tuple[int, ...]:
     """Draw a box that fits into the room; its rows fill the swizzle, or are a multiple of 16 bytes."""
     row = swizzle or 16 * (1 + program.below(8))
     sides, left = [row // itemsize], ROOM // row
@@ -56,14 +56,14 @@ def shape_of_box(program: Program, axes: int, swizzle: int, itemsize: int) -> tu
     return tuple(reversed(sides))
 
 
-def elements(rng: np.random.Generator, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+def draw_elements(rng: np.random.Generator, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     """Draw an array: small numbers where they are floats, any where they are integers."""
     if dtype.kind == "f":
         return rng.integers(-64, 65, shape).astype(dtype)
     return rng.integers(0, 256, (*shape, dtype.itemsize), dtype=np.uint8).view(dtype)[..., 0]
 
 
-def coordinates(program: Program, low: int) -> list[str]:
+def load_coordinates(program: Program, low: int) -> list[str]:
     """Load registers with the first place of a box, that of the last axis first, which is a multiple of 16 bytes."""
     array, units = program.arrays[0], 16 // program.arrays[0].itemsize
     drawn = [low + program.below(side - low) for side in reversed(array.shape)]
@@ -73,9 +73,9 @@ def coordinates(program: Program, low: int) -> list[str]:
     return registers
 
 
-def bring(program: Program, box: tuple[int, ...], size: int) -> None:
+def copy_to_shared(program: Program, box: tuple[int, ...], size: int) -> None:
     """Copy a box to shared memory and show it, with what was there before around it."""
-    corner = coordinates(program, program.pick(0, 0, -3))
+    corner = load_coordinates(program, program.pick(0, 0, -3))
     tile, barrier, place, map_, pattern, one, state = (program.register(bits) for bits in (32, 32, 32, 64, 64, 1, 64))
     (wait,) = program.labels(1)
     to = program.pick("shared::cluster", "shared::cta")
@@ -106,9 +106,9 @@ def bring(program: Program, box: tuple[int, ...], size: int) -> None:
     program.sequence(lines, copy, [(register, "b64") for register in d], how=CROSSES)
 
 
-def take_away(program: Program, shape: tuple[int, ...], dtype: np.dtype) -> None:
+def copy_to_global(program: Program, shape: tuple[int, ...], dtype: np.dtype) -> None:
     """Copy or reduce the box from shared memory into another array, and show that."""
-    corner = coordinates(program, 0)
+    corner = load_coordinates(program, 0)
     tile, map_, one, array, place = (program.register(bits) for bits in (32, 64, 1, 64, 64))
     reduction = program.pick(*REDUCED.get(str(dtype), ("",))) if program.chance(0.6) else ""
     name = (

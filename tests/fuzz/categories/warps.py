@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.fuzz.categories.straight import straight
+from tests.fuzz.categories.straight import generate_straight
 from tests.fuzz.forms import parse
 from tests.fuzz.program import How, Program
 
@@ -36,13 +36,13 @@ elect.sync {d}|{q}, {mask};""".splitlines()
 
 def generate(rng: np.random.Generator, category: str) -> Program:
     """Make a program."""
-    program = straight(rng, category, [(TABLE, HOW)], (15, 40), THREADS)
+    program = generate_straight(rng, category, [(TABLE, HOW)], (15, 40), THREADS)
     for _ in range(int(rng.integers(1, 6))):
-        part(program)
+        add_collective_of_some_lanes(program)
     return program
 
 
-def part(program: Program) -> None:
+def add_collective_of_some_lanes(program: Program) -> None:
     """Add a collective of some lanes of each warp: behind a branch, or under a guard."""
     bits, equal = program.pick(*PARTS)
     members = [lane for lane in range(32) if lane & bits == equal]

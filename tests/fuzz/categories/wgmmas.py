@@ -5,7 +5,7 @@ import numpy as np
 from ptxlab.hardware.fragments import WGMMA_N
 from tests.fuzz.categories.fragments import fill
 from tests.fuzz.categories.matrices import CROSSES, FP8, SLOT, braces
-from tests.fuzz.categories.numbers import BITS, SPECIALS, exact
+from tests.fuzz.categories.numbers import BITS, SPECIALS, draw_exact
 from tests.fuzz.domains import Values
 from tests.fuzz.program import Program
 
@@ -20,7 +20,7 @@ WIDTHS = range(8, 72, 8)
 SHOWN = 24  # registers of D that are stored
 
 
-def descriptor(program: Program) -> int:
+def draw_descriptor(program: Program) -> int:
     """Draw layout and strides of an operand: without swizzle any, with one those of rows that follow each other."""
     swizzle = program.pick(0, 0, 1, 2, 3)
     leading, stride = (16 * (8 + program.below(56)) for _ in range(2))
@@ -33,7 +33,7 @@ def descriptors_of_b(program: Program, base: str) -> list[tuple[str, int, int]]:
     """Draw where three B lie, and how: each in another way, lest ptxas takes their products for one another."""
     drawn: list[tuple[str, int, int]] = []
     while len(drawn) < 3:
-        b = base, 1024 * program.below(4), descriptor(program)
+        b = base, 1024 * program.below(4), draw_descriptor(program)
         if b in drawn:
             program.avoid("equal wgmma")
         else:
@@ -54,7 +54,7 @@ def generate(rng: np.random.Generator, category: str) -> Program:
         if is_integer:
             return rng.integers(0, 2**32 if words == 1 else 2**64, program.total, dtype=np.uint64)
         specials = (np.nan,) if t == "e4m3" else SPECIALS  # sums of 448 have more than the 14 bits that wgmma keeps
-        drawn = [exact(rng, t, program.total, d_type == "f16", special, specials) for _ in range(words)]
+        drawn = [draw_exact(rng, t, program.total, d_type == "f16", special, specials) for _ in range(words)]
         return drawn[0] if words == 1 else drawn[0] | drawn[1] << np.uint64(32)
 
     program.shared.append(f".shared .align 1024 .b8 tile[{SIZE}];")
@@ -68,7 +68,7 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     lines = [f"mov.b32 {register}, {starts[i % len(starts)]};" for i, register in enumerate(d)]
     at_a = 1024 * program.below(8)
     described = []
-    for from_, at, layout in ((base, at_a, descriptor(program)), *descriptors_of_b(program, b_base)):
+    for from_, at, layout in ((base, at_a, draw_descriptor(program)), *descriptors_of_b(program, b_base)):
         place, register = program.register(32), program.register(64)
         lines += [
             f"add.u32 {place}, {from_}, {at};",

@@ -83,13 +83,13 @@ def test_matrices_of_a_model_read_what_the_layers_before_make() -> None:
         ({"x": X * np.nan}, r"x: must be finite"),
     ],
 )
-def test_refuses(options: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         audit_input(**{"w": W, "x": X, **options})
 
 
 @pytest.mark.full
-def test_the_command(cli: Any, tmp_path: Path) -> None:
+def test_the_command_audits_a_model(cli: Any, tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 192}
     folder = write_folder(tmp_path / "model", "smollm", **sizes)
     (tmp_path / "text.txt").write_text("the cat and the dog\n" * 30)

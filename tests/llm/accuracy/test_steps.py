@@ -17,27 +17,30 @@ TEXT = np.random.default_rng(0).integers(0, 40, (2, 12))
 TOKENS = 10
 
 
-def read(recipe: Recipe) -> int:
+def gemm_bytes_read(recipe: Recipe) -> int:
+    """Count the bytes that the products of a layer read under a recipe."""
     quantized = next(calibrate.quantize_layers(MODEL, TEXT, recipe))
     assert quantized is not None
     return accuracy.gemm_bytes(CONFIG, recipe, quantized, TOKENS)
 
 
-def whole(arrays: list[Any]) -> int:
+def total_nbytes(arrays: list[Any]) -> int:
+    """Sum the bytes of arrays."""
     return sum(int(array.nbytes) for array in arrays)
 
 
-def operands(quantise: Any) -> int:
+def operand_bytes(quantise: Any) -> int:
     """Count the bytes of every matrix and of its input, as `quantise` stores them."""
     total = 0
     for N, K in CONFIG.matrices.values():
-        total += whole(quantise(np.ones((N, K), np.float32), "w")) + whole(
+        total += total_nbytes(quantise(np.ones((N, K), np.float32), "w")) + total_nbytes(
             quantise(np.ones((TOKENS, K), np.float32), "x")
         )
     return total
 
 
-def lqq(values: np.ndarray, which: str) -> list[Any]:
+def lqq_arrays(values: np.ndarray, which: str) -> list[Any]:
+    """Quantise a matrix to LQQ (`w`) or activations to INT8 (`x`), and list the stored arrays."""
     if which == "x":
         activations = quant.quantize_activations(values)
         return [activations.q, activations.scale]
@@ -45,12 +48,12 @@ def lqq(values: np.ndarray, which: str) -> list[Any]:
     return list(packed.buffers.values())
 
 
-def atom(values: np.ndarray, which: str) -> list[Any]:
+def atom_arrays(values: np.ndarray, which: str) -> list[Any]:
     rows = quant.quantize_atom_weight(values, 64, 64)
     return [layout.pack_pairs(rows.q4), rows.q8, rows.scales]
 
 
-def fmpq(values: np.ndarray, which: str) -> list[Any]:
+def fmpq_arrays(values: np.ndarray, which: str) -> list[Any]:
     blocks = quant.quantize_blocks(values, values.shape[1] // 128 if which == "x" else 0, 64)
     four = blocks.q[:, : blocks.channels4]
     return [layout.pack_pairs(four), blocks.q[:, blocks.channels4 :], blocks.scale]
@@ -59,27 +62,27 @@ def fmpq(values: np.ndarray, which: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("recipe", "quantise"),
     [
-        (RECIPES["rtn"], lqq),
-        (RECIPES["atom"].but(clip=None, gptq=False), atom),
-        (RECIPES["fmpq"].but(clip=None, gptq=False, int8=0.5, outlier=0.0), fmpq),
+        (RECIPES["rtn"], lqq_arrays),
+        (RECIPES["atom"].but(clip=None, gptq=False), atom_arrays),
+        (RECIPES["fmpq"].but(clip=None, gptq=False, int8=0.5, outlier=0.0), fmpq_arrays),
         (Recipe(scheme=None, acts=None, kv=None), lambda values, _: [values.astype(np.float16)]),
     ],
     ids=["lqq", "atom", "fmpq", "float"],
 )
 def test_bytes_are_those_of_the_operands(recipe: Recipe, quantise: Any) -> None:
-    assert read(recipe) == operands(quantise)
+    assert gemm_bytes_read(recipe) == operand_bytes(quantise)
 
 
 def test_other_rows_by_hand() -> None:
     weights = sum(N * K for N, K in CONFIG.matrices.values())
     rows, channels = (sum(size[axis] for size in CONFIG.matrices.values()) for axis in (0, 1))
     int8 = Recipe(scheme="int8", acts=8, kv=None)
-    assert read(int8) == weights + 4 * rows + TOKENS * (channels + 4 * 4)
+    assert gemm_bytes_read(int8) == weights + 4 * rows + TOKENS * (channels + 4 * 4)
     per_token = Recipe(scheme="int4", acts=4, group=None, kv=None)
-    assert read(per_token) == weights // 2 + 2 * rows + TOKENS * (channels // 2 + 2 * 4)
+    assert gemm_bytes_read(per_token) == weights // 2 + 2 * rows + TOKENS * (channels // 2 + 2 * 4)
     halves = per_token.but(kept=64, kept_bits=16)
     kept_bytes = 64 * (sum(N for N, _ in CONFIG.matrices.values()) + 4 * TOKENS)
-    assert read(halves) == read(per_token) + kept_bytes * 3 // 2 + 2 * rows + TOKENS * 2 * 4
+    assert gemm_bytes_read(halves) == gemm_bytes_read(per_token) + kept_bytes * 3 // 2 + 2 * rows + TOKENS * 2 * 4
 
 
 @pytest.mark.full
@@ -89,7 +92,7 @@ def test_comets_rows_go_from_no_int8_block_to_all() -> None:
     assert [row.recipe.int8 for row in rows] == [0, 0.1, 0.2, 0.4, 1, 0.2]
     assert [row.recipe.outlier for row in rows] == [0] * 5 + [6]
     assert [row.repeats for row in rows] == [False, False, True, False, False, False]
-    fewer = [read(row.recipe.but(clip=None, gptq=False)) for row in rows[:5]]
+    fewer = [gemm_bytes_read(row.recipe.but(clip=None, gptq=False)) for row in rows[:5]]
     assert fewer == sorted(fewer) and fewer[0] < fewer[-1]
 
 

@@ -14,8 +14,8 @@ from tests.support.small_models import tokenizer
 
 
 @pytest.fixture
-def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write small files of `wikipedia`: 95 articles, two news items."""
+def wikipedia_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write small files of `wikipedia` (95 articles, two news items), and have them taken for the fetched ones."""
     wiki, lee = (tmp_path / file.name for file in weights.KNOWN["wikipedia"].files)
     pages = "".join(f"<page><revision><text>{i} {'word ' * 200}</text></revision></page>" for i in range(95))
     wiki.write_bytes(bz2.compress(f"<mediawiki>{pages}</mediawiki>".encode()))
@@ -24,13 +24,13 @@ def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_calibrates_is_not_evaluated(fetched: Path) -> None:
+def test_what_calibrates_is_not_evaluated(wikipedia_files: Path) -> None:
     corpus = open_text()
     first = [int(article.split()[0]) for article in (*corpus.calibration, *corpus.evaluation)]
     assert first == list(range(95)) and (len(corpus.calibration), len(corpus.evaluation)) == (47, 48)
 
 
-def test_other_texts_are_one_document(fetched: Path, tmp_path: Path) -> None:
+def test_other_texts_are_one_document(wikipedia_files: Path, tmp_path: Path) -> None:
     assert open_text("lee") == Corpus((), ("First.\nSecond.\n",))
     (tmp_path / "mine.txt").write_text("Zwölf\n", encoding="utf-8")
     assert open_text(tmp_path / "mine.txt") == open_text(str(tmp_path / "mine.txt")) == Corpus((), ("Zwölf\n",))

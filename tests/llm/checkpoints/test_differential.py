@@ -20,14 +20,14 @@ REFUSALS = (FileError, ArgumentError, UnavailableError)
 BUILT = [plan for plan in PLANS if plan.name in CONFIG_TWISTS and plan.twist.verdict is Verdict.READ]
 
 
-def by_transformers(folder: Path, dtype: str = "float32") -> Any:
+def load_with_transformers(folder: Path, dtype: str = "float32") -> Any:
     """Load the transformers library's own model."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def reference_of(model: Any) -> Any:
+def reference_logits(model: Any) -> Any:
     """Compute logits [T, V] by PyTorch, in float32."""
     import torch
 
@@ -71,7 +71,7 @@ def test_a_drawn_file_is_read_right_or_refused(plan: Plan, tmp_path: Path) -> No
         assert plan.twist.verdict is not Verdict.READ, refusal
         return
     assert plan.twist.verdict is not Verdict.REFUSED, "must be refused"
-    assert difference(logits, reference_of(by_transformers(drawn.reference))) < TOLERANCE
+    assert difference(logits, reference_logits(load_with_transformers(drawn.reference))) < TOLERANCE
 
 
 def test_every_kind_has_files_that_must_be_read_and_files_that_must_be_refused() -> None:
@@ -90,6 +90,6 @@ def test_a_model_of_transformers_is_taken_over_right(plan: Plan, tmp_path: Path)
     require_libraries()
     from ptxlab.llm.torch.models import float_model
 
-    model = by_transformers(write(plan, tmp_path).reference, "float16")
+    model = load_with_transformers(write(plan, tmp_path).reference, "float16")
     logits = logits_of(float_model(model))
-    assert difference(logits, reference_of(model)) < TOLERANCE
+    assert difference(logits, reference_logits(model)) < TOLERANCE

@@ -275,58 +275,62 @@ def test_names_are_printable(tmp_path: Path) -> None:
         ForeignCheckpoint(tmp_path / "model.safetensors")
 
 
-def without(*parts: str) -> Any:
+def drop(*parts: str) -> Any:
+    """Return a change that drops arrays."""
     return lambda arrays: [arrays.pop(part) for part in parts]
 
 
-def to(part: str, change: Any) -> Any:
+def edit(part: str, change: Any) -> Any:
+    """Return a change that replaces an array by `change` of it."""
     return lambda arrays: arrays.update({part: np.array(change(arrays[part]), order="C")})
 
 
 def put(part: str, index: Any, number: Any) -> Any:
+    """Return a change that sets an element of an array."""
     return lambda arrays: arrays[part].__setitem__(index, number)
 
 
 BAD = {  # format, change, message
-    "no scales of groups": ("qserve", without("s2_scales", "s2_zeros"), "QServe per .* needs s"),
-    "no zeros": ("qserve", without("s2_zeros"), r"QServe per group needs s2_zeros \(got qweight \[64, 64\], "),
-    "no rows": ("qserve", without("s1_scales"), "QServe per group needs s1_scales"),
-    "fewer rows": ("qserve", to("s1_scales", lambda a: a[:32]), r"s1_scales: must be float \[64\] .*got F16 \[32\]"),
-    "rows of no tile": ("qserve", to("qweight", lambda a: a[:40]), "not the shapes of QServe per group"),
-    "a vector": ("qserve", to("qweight", np.ravel), "not the shapes"),
-    "groups apart": ("qserve", to("s2_zeros", lambda a: a[:1]), r"s2_zeros: must be I8 \[2, 64\] .*got I8 \[1, 64\]"),
+    "no scales of groups": ("qserve", drop("s2_scales", "s2_zeros"), "QServe per .* needs s"),
+    "no zeros": ("qserve", drop("s2_zeros"), r"QServe per group needs s2_zeros \(got qweight \[64, 64\], "),
+    "no rows": ("qserve", drop("s1_scales"), "QServe per group needs s1_scales"),
+    "fewer rows": ("qserve", edit("s1_scales", lambda a: a[:32]), r"s1_scales: must be float \[64\] .*got F16 \[32\]"),
+    "rows of no tile": ("qserve", edit("qweight", lambda a: a[:40]), "not the shapes of QServe per group"),
+    "a vector": ("qserve", edit("qweight", np.ravel), "not the shapes"),
+    "groups apart": ("qserve", edit("s2_zeros", lambda a: a[:1]), r"s2_zeros: must be I8 \[2, 64\] .*got I8 \[1, 64\]"),
     "no group": (
         "qserve",
-        lambda a: [to(part, lambda x: x[:0])(a) for part in ("s2_scales", "s2_zeros")],
+        lambda a: [edit(part, lambda x: x[:0])(a) for part in ("s2_scales", "s2_zeros")],
         r"shape: must not be empty \(got N=64, K=128, 0 groups\)",
     ),
     "groups that do not divide K": (
         "qserve",
-        lambda a: [to(part, lambda x: np.repeat(x, 3, axis=0)[:3])(a) for part in ("s2_scales", "s2_zeros")],
+        lambda a: [edit(part, lambda x: np.repeat(x, 3, axis=0)[:3])(a) for part in ("s2_scales", "s2_zeros")],
         r"groups: must divide K \(got 3 groups of K=128\)",
     ),
-    "scales of words": ("qserve", to("s2_scales", lambda a: a.astype(np.int32)), "s2_scales: must be I8 .*got I32"),
+    "scales of words": ("qserve", edit("s2_scales", lambda a: a.astype(np.int32)), "s2_scales: must be I8 .*got I32"),
     "a negative scale": ("qserve", put("s2_scales", (1, 3), -4), r"s2_scales: must be 0 or more \(got -4\)"),
     "NaN": ("qserve", put("s1_scales", 5, np.nan), r"s1_scales: must be finite in float32 \(got s1_scales\[5\] is nan"),
     "scales of 0 that give infinity": ("qserve_channel", put("s1_scales", 5, 0), "s1_szeros: must be finite multiples"),
     "8 bits": ("w4a16", put("weight_shape", 1, 64), r"weight_shape: 4 bits in weight_packed are \[64, 128\] .*\[64, 6"),
-    "no shape": ("w4a16", without("weight_shape"), "compressed-tensors, packed needs weight_shape"),
-    "packed scale of a tensor": ("w4a16", to("weight_scale", lambda a: a[0, 0]), r"weight_scale: must be .* \[64, 1\]"),
-    "packed scales in a row": ("w4a16", to("weight_scale", lambda a: a[:, 0]), r"weight_scale: must be .* \[64, 1\]"),
+    "no shape": ("w4a16", drop("weight_shape"), "compressed-tensors, packed needs weight_shape"),
+    "packed scale of a tensor": ("w4a16", edit("weight_scale", lambda a: a[0, 0]),
+                                 r"weight_scale: must be .* \[64, 1\]"),
+    "packed scales in a row": ("w4a16", edit("weight_scale", lambda a: a[:, 0]), r"weight_scale: must be .* \[64, 1\]"),
     "integers of 8 bits": ("w4a8", put("weight", (0, 0), 8), r"weight: must be of 4 bits, -8\.\.7 \(got -7\.\.8\)"),
-    "floats of 8 bits": ("w4a8", to("weight", lambda a: a.view(np.uint8)), "weight: must be I8 .*got U8"),
-    "a scale of a tensor": ("w4a8", to("weight_scale", lambda a: a[0, 0]), r"weight_scale: must be float \[64, 1\]"),
-    "no zeros of GPTQ": ("gptq", without("qzeros"), "needs qzeros"),
-    "GPTQ of 8 bits": ("gptq", to("qzeros", lambda a: np.repeat(a, 2, axis=1)), r"qzeros: must be I32 \[2, 8\]"),
+    "floats of 8 bits": ("w4a8", edit("weight", lambda a: a.view(np.uint8)), "weight: must be I8 .*got U8"),
+    "a scale of a tensor": ("w4a8", edit("weight_scale", lambda a: a[0, 0]), r"weight_scale: must be float \[64, 1\]"),
+    "no zeros of GPTQ": ("gptq", drop("qzeros"), "needs qzeros"),
+    "GPTQ of 8 bits": ("gptq", edit("qzeros", lambda a: np.repeat(a, 2, axis=1)), r"qzeros: must be I32 \[2, 8\]"),
     "a group beyond": ("gptq", put("g_idx", 9, 2), r"g_idx: must lie in 0\.\.1 \(got 0\.\.2\)"),
     "a group below": ("gptq", put("g_idx", 9, -1), r"g_idx: must lie in 0\.\.1 \(got -1\.\.1\)"),
-    "AWQ of another version": ("awq", to("qweight", np.transpose), "not the shapes of"),
+    "AWQ of another version": ("awq", edit("qweight", np.transpose), "not the shapes of"),
     "AWQ with an order": ("awq", lambda a: a.update(g_idx=np.zeros(128, np.int32)), "q.g_idx: not known in AWQ"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_refused(case: str, tmp_path: Path) -> None:
+def test_arrays_that_do_not_fit_the_format_are_refused(case: str, tmp_path: Path) -> None:
     format, change, message = BAD[case]
     arrays = {part: array.copy() for part, array in quantize_as(format, W).items()}
     change(arrays)

@@ -17,7 +17,8 @@ TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Path:
+def small_gguf(tmp_path: Path) -> Path:
+    """Write a small GGUF file."""
     return write_gguf(tmp_path / "small.gguf", "llama3", "Q4_1")
 
 
@@ -65,8 +66,8 @@ def test_an_alignment_of_its_own(tmp_path: Path) -> None:
     assert all((file.read(name) == plain_file.read(name)).all() for name in plain_file.tensors)
 
 
-def test_no_part_of_a_file_is_a_file(small: Path) -> None:
-    content, cut = small.read_bytes(), small.with_name("cut.gguf")
+def test_no_part_of_a_file_is_a_file(small_gguf: Path) -> None:
+    content, cut = small_gguf.read_bytes(), small_gguf.with_name("cut.gguf")
     for size in [*range(0, 2000, 37), *range(2000, len(content), 1499), len(content) - 40]:
         cut.write_bytes(content[:size])
         with pytest.raises(FileError, match=r"^.*cut\.gguf: not a readable GGUF file \(.+\)$"):
@@ -142,17 +143,17 @@ def test_what_is_broken_is_refused(case: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_other_errors_are_one_line_too(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = GgufFile(small)
+def test_other_errors_are_one_line_too(small_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = GgufFile(small_gguf)
     with pytest.raises(ArgumentError, match=r"tensor: must be one of the 22 tensors of .*small\.gguf \(got nosuch\)"):
         file.read("nosuch")
     with pytest.raises(FileError, match=r"nosuch\.gguf: no such file"):
-        GgufFile(small.with_name("nosuch.gguf"))
-    small.write_bytes(small.read_bytes()[:-1000])
+        GgufFile(small_gguf.with_name("nosuch.gguf"))
+    small_gguf.write_bytes(small_gguf.read_bytes()[:-1000])
     with pytest.raises(FileError, match=r"blk\.1\.\w+\.weight: \d+ bytes expected \(got \d+\)"):
         for name in file.tensors:
             file.read(name)
     modules: dict[str, Any] = sys.modules  # type: ignore[assignment]
     monkeypatch.setitem(modules, "gguf", None)
     with pytest.raises(UnavailableError, match=r"^gguf: needed .*; python -m pip install 'ptxlab\[model\]'$"):
-        GgufFile(small)
+        GgufFile(small_gguf)

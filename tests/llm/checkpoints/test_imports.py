@@ -35,7 +35,7 @@ def write_tensors(path: Path, arrays: dict[str, np.ndarray]) -> Path:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("packing", ["strips", "qserve"])
-def test_a_file(format: str, packing: str, tmp_path: Path) -> None:
+def test_a_file_is_imported(format: str, packing: str, tmp_path: Path) -> None:
     source, out = write_tensors(tmp_path / "in.safetensors", quantize_as(format, W)), tmp_path / "out.safetensors"
     (row,) = import_checkpoint(source, out, layout=packing)
     theirs = ForeignCheckpoint(source).weight("a.q.weight")
@@ -186,7 +186,7 @@ def test_a_width_that_is_no_multiple_of_the_group(tmp_path: Path) -> None:
     assert (row.group, row.requantised) == (32, 0) and row.relative_error < 0.02
 
 
-def overflowing(path: Path) -> Path:
+def write_overflowing_weight(path: Path) -> Path:
     """Write 128 rows of 2 groups, two of which leave s8: 16·15 - 100 = 140 in row 9, 3·40 + 10 = 130 in row 70."""
     q4, s1, s2, zeros = foreign_files.quantize_two_levels(np.concatenate([W, W]), 64)
     q4[9, 64], s2[9, 1], zeros[9, 1] = 15, 16, -100
@@ -196,7 +196,7 @@ def overflowing(path: Path) -> Path:
 
 
 def test_groups_that_overflow_are_refused_with_their_place(tmp_path: Path) -> None:
-    source, out = overflowing(tmp_path / "in.safetensors"), tmp_path / "out.safetensors"
+    source, out = write_overflowing_weight(tmp_path / "in.safetensors"), tmp_path / "out.safetensors"
     place = r"\.\.140 in row 9, group 1, scale 16; 2 of 256 groups"
     with pytest.raises(ArgumentError, match=rf"a\.q\.weight: must restore to -128\.\.127, unless .*{place}"):
         import_checkpoint(source, out)
@@ -229,7 +229,7 @@ def test_a_model_that_overflows_names_the_matrix_of_the_file(tmp_path: Path, mon
     assert [row.name for row in rows if row.overflows] == ["layer 1 gate_up"]
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_files_and_layouts_that_cannot_be_imported_are_refused(tmp_path: Path) -> None:
     source, out = write_tensors(tmp_path / "in.safetensors", quantize_as("gptq", W)), tmp_path / "out.safetensors"
     with pytest.raises(ArgumentError, match=r"layout: must be one of .*got tiles"):
         import_checkpoint(source, out, layout="tiles")

@@ -97,12 +97,12 @@ def edit_tensors(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[
     return write
 
 
-def config(**changes: Any) -> Callable[[Path], None]:
+def edit_config(**changes: Any) -> Callable[[Path], None]:
     """Return an edit that changes config.json."""
     return lambda folder: (folder / "config.json").write_text(json.dumps({**CONFIGS["smollm"], **changes})) and None
 
 
-def more_tokens(folder: Path) -> None:
+def write_larger_tokenizer(folder: Path) -> None:
     """Write a tokenizer with more tokens than the model has."""
     larger_tokenizer = tokenizer()
     larger_tokenizer.add_tokens([f"word {i}" for i in range(40)])
@@ -122,13 +122,13 @@ UP = "model.layers.1.mlp.up_proj.weight"
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), r": no config\.json: not a Hugging Face model"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), r"config\.json: not JSON: .+"),
-    "family": (config(model_type="gpt2"), r"config\.json: model_type: must be one of .* \(got 'gpt2'\)"),
+    "family": (edit_config(model_type="gpt2"), r"config\.json: model_type: must be one of .* \(got 'gpt2'\)"),
     "experts": (
-        config(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
+        edit_config(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
         r"model\.layers\.0\.block_sparse_moe\.experts\.0\.w1\.weight: missing",
     ),
-    "10^12 layers": (config(num_hidden_layers=10**12), r"num_hidden_layers: must be at most 8192 \(got 1\d+\)"),
-    "8,000 layers": (config(num_hidden_layers=8000), r"model\.layers\.2\.self_attn\.q_proj\.weight: missing"),
+    "10^12 layers": (edit_config(num_hidden_layers=10**12), r"num_hidden_layers: must be at most 8192 \(got 1\d+\)"),
+    "8,000 layers": (edit_config(num_hidden_layers=8000), r"model\.layers\.2\.self_attn\.q_proj\.weight: missing"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"no \.safetensors file"),
     "cut off": (
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1]),
@@ -146,8 +146,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         edit_tensors(lambda t: t["model.norm.weight"].__setitem__(3, np.nan)),
         r"model\.norm\.weight: must be finite in float32 \(got model\.norm\.weight\[3\] is nan\)",
     ),
-    "vocabulary": (config(vocab_size=260), r"embed_tokens\.weight: must be \[260, 32\] \(got \[300, 32\]\)"),
-    "too many tokens": (more_tokens, r"tokenizer: at most 300 tokens \(got 301\)"),
+    "vocabulary": (edit_config(vocab_size=260), r"embed_tokens\.weight: must be \[260, 32\] \(got \[300, 32\]\)"),
+    "too many tokens": (write_larger_tokenizer, r"tokenizer: at most 300 tokens \(got 301\)"),
     "start tokens": (start_tokens, r"tokenizer: start tokens must be below 300 \(got 301\)"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), r"no tokenizer\.json"),
 }  # fmt: skip
@@ -171,7 +171,7 @@ def test_infinity_in_a_layer_is_refused_when_it_is_read(tmp_path: Path) -> None:
         model.layers[1]
 
 
-def index(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
+def edit_index(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
     """Return an edit of the index of shards."""
 
     def write(folder: Path) -> None:
@@ -187,9 +187,12 @@ FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
 GATE = "model.layers.1.mlp.gate_proj.weight"
 SHARDS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a shard is missing": (lambda f: (f / SECOND).unlink(), rf"{SECOND}: no such file"),
-    "in another file": (index(lambda names: names.update({GATE: FIRST})), rf"index\.json: {GATE} is not in {FIRST}"),
-    "in no file": (index(lambda names: names.update(more=FIRST)), rf"index\.json: more is not in {FIRST}"),
-    "outside": (index(lambda names: names.update({GATE: "../a"})), r"files of its own folder \(got \.\./a\)"),
+    "in another file": (
+        edit_index(lambda names: names.update({GATE: FIRST})),
+        rf"index\.json: {GATE} is not in {FIRST}",
+    ),
+    "in no file": (edit_index(lambda names: names.update(more=FIRST)), rf"index\.json: more is not in {FIRST}"),
+    "outside": (edit_index(lambda names: names.update({GATE: "../a"})), r"files of its own folder \(got \.\./a\)"),
     "no map": (
         lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": [1]}'),
         r"index\.json: not an index with a weight_map of file names",

@@ -19,8 +19,8 @@ from tests.support.small_models import write_folder
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Path:
-    """Write a quantised model's folder as this version does."""
+def quantized_folder(tmp_path: Path) -> Path:
+    """Write the folder of a quantised model in the format of this version."""
     model, tokenizer = open_model(write_folder(tmp_path / "floats", "qwen2"))
     out = tmp_path / "made"
     out.mkdir()
@@ -61,45 +61,45 @@ def contents(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-def test_an_old_folder_becomes_a_new_one_bit_for_bit(cli: Any, written: Path, tmp_path: Path) -> None:
-    expected = contents(written)
-    make_old(written)
-    assert contents(written) != expected and folder.load(written).config.qkv_bias
-    code, output, _ = cli("import", written, "--out", tmp_path / "out")
+def test_an_old_folder_becomes_a_new_one_bit_for_bit(cli: Any, quantized_folder: Path, tmp_path: Path) -> None:
+    expected = contents(quantized_folder)
+    make_old(quantized_folder)
+    assert contents(quantized_folder) != expected and folder.load(quantized_folder).config.qkv_bias
+    code, output, _ = cli("import", quantized_folder, "--out", tmp_path / "out")
     assert code == 0 and "written: " in output
     assert contents(tmp_path / "out") == expected
-    code, output, _ = cli("import", written, "--out", tmp_path / "again", "--json")
+    code, output, _ = cli("import", quantized_folder, "--out", tmp_path / "again", "--json")
     assert (code, json.loads(output)) == (0, {"out": str(tmp_path / "again")})
 
 
-def test_another_packing_has_the_same_weights(written: Path, tmp_path: Path) -> None:
+def test_another_packing_has_the_same_weights(quantized_folder: Path, tmp_path: Path) -> None:
     labels: list[tuple[str, int]] = []
-    rewrite_folder(written, tmp_path / "out", layout="row_major", progress=lambda *label: labels.append(label))
+    rewrite_folder(quantized_folder, tmp_path / "out", layout="row_major", progress=lambda *label: labels.append(label))
     assert labels == [("layer 0", 2), ("layer 1", 2)]
-    source, rewritten = folder.load(written), folder.load(tmp_path / "out")
+    source, rewritten = folder.load(quantized_folder), folder.load(tmp_path / "out")
     for strips, row_major in zip(source.layers, rewritten.layers, strict=True):
         assert (strips.down.layout, row_major.down.layout) == ("strips", "row_major")
         assert np.array_equal(unpack(strips.down).dequantize(), unpack(row_major.down).dequantize())
     assert folder.packing_config(tmp_path / "out", 2)["layout"] == "row_major"
 
 
-def test_what_cannot_be_rewritten_is_refused_and_leaves_nothing(written: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_rewritten_is_refused_and_leaves_nothing(quantized_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"layout: must be one of .*strips"):
-        rewrite_folder(written, tmp_path / "out", layout="rows")
+        rewrite_folder(quantized_folder, tmp_path / "out", layout="rows")
     with pytest.raises(FileError, match="is there already"):
-        rewrite_folder(written, tmp_path / "floats")
-    (written / "layer_001.safetensors").unlink()
+        rewrite_folder(quantized_folder, tmp_path / "floats")
+    (quantized_folder / "layer_001.safetensors").unlink()
     with pytest.raises(FileError, match=r"layer_001.safetensors: no such file"):
-        rewrite_folder(written, tmp_path / "out")
+        rewrite_folder(quantized_folder, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"floats", "made"}
 
 
-def test_transformers_takes_the_same_tokenizer(written: Path) -> None:
+def test_transformers_takes_the_same_tokenizer(quantized_folder: Path) -> None:
     """Without tokenizer_config.json it would take one of the model's family, which splits text otherwise."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     text = "the cat\n  THE  12 \u00e9"
-    ours = folder_tokenizer(written)
-    theirs = transformers.AutoTokenizer.from_pretrained(written)
+    ours = folder_tokenizer(quantized_folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(quantized_folder)
     assert theirs(text)["input_ids"] == ours.encode_prompt(text)
     assert theirs.eos_token_id == ours.ends[0]
 

@@ -20,51 +20,57 @@ TEXT = "the <turn> Zwölf 3141 the\n\n  'tis<end>"
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Tokenizer:
+def small_tokenizer(tmp_path: Path) -> Tokenizer:
+    """Load the tokenizer of a small model's folder."""
     return Tokenizer.from_folder(write_folder(tmp_path, "smollm"))
 
 
 @pytest.fixture
-def metadata(tmp_path: Path) -> dict[str, Any]:
+def gguf_metadata(tmp_path: Path) -> dict[str, Any]:
+    """Return the metadata of a small model's GGUF file, its tokenizer included."""
     return GgufFile(write_gguf(tmp_path / "model.gguf", "smollm")).metadata
 
 
-def test_text_there_and_back(saved: Tokenizer) -> None:
-    tokens = saved.encode(TEXT)
+def test_text_there_and_back(small_tokenizer: Tokenizer) -> None:
+    tokens = small_tokenizer.encode(TEXT)
     assert tokens.dtype == np.int64 and tokens.tolist() == tokenizer().encode(TEXT).ids
-    assert saved.decode(tokens) == TEXT.replace("<turn>", "").replace("<end>", "")
-    assert saved.decode(saved.encode("the")) == "the" and len(saved.encode("the the")) == 2
-    assert (saved.vocabulary, saved.starts, saved.ends) == (261, (), (1,))
+    assert small_tokenizer.decode(tokens) == TEXT.replace("<turn>", "").replace("<end>", "")
+    assert (
+        small_tokenizer.decode(small_tokenizer.encode("the")) == "the" and len(small_tokenizer.encode("the the")) == 2
+    )
+    assert (small_tokenizer.vocabulary, small_tokenizer.starts, small_tokenizer.ends) == (261, (), (1,))
 
 
-def test_a_lone_surrogate_is_refused(saved: Tokenizer) -> None:
+def test_a_lone_surrogate_is_refused(small_tokenizer: Tokenizer) -> None:
     with pytest.raises(ArgumentError, match=r"^text: must be a str without lone surrogates \(got 'a\\ud800'\)$"):
-        saved.encode("a\ud800")
+        small_tokenizer.encode("a\ud800")
 
 
-def test_gguf_has_the_same(saved: Tokenizer, metadata: dict[str, Any]) -> None:
-    from_gguf = Tokenizer.from_gguf(Path("a.gguf"), metadata)
-    assert from_gguf.encode(TEXT).tolist() == saved.encode(TEXT).tolist()
+def test_gguf_has_the_same(small_tokenizer: Tokenizer, gguf_metadata: dict[str, Any]) -> None:
+    from_gguf = Tokenizer.from_gguf(Path("a.gguf"), gguf_metadata)
+    assert from_gguf.encode(TEXT).tolist() == small_tokenizer.encode(TEXT).tolist()
     assert (from_gguf.starts, from_gguf.ends, from_gguf.vocabulary) == ((), (1,), 300)
 
 
-def test_digits_are_words_with_smollm(metadata: dict[str, Any]) -> None:
+def test_digits_are_words_with_smollm(gguf_metadata: dict[str, Any]) -> None:
     """The pre-tokenizer of SmolLM's tokenizer.json splits digits one by one, also behind a blank."""
-    tokens = [*metadata["tokenizer.ggml.tokens"][:261], "12", "Ġ1"]
+    tokens = [*gguf_metadata["tokenizer.ggml.tokens"][:261], "12", "Ġ1"]
     changed = {
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": np.ones(len(tokens), np.int32),
-        "tokenizer.ggml.merges": [*metadata["tokenizer.ggml.merges"], "1 2", "Ġ 1"],
+        "tokenizer.ggml.merges": [*gguf_metadata["tokenizer.ggml.merges"], "1 2", "Ġ 1"],
     }
-    plain = Tokenizer.from_gguf(Path("a.gguf"), metadata | changed)
-    split_digits = Tokenizer.from_gguf(Path("a.gguf"), metadata | changed | {"tokenizer.ggml.pre": "smollm"})
+    plain = Tokenizer.from_gguf(Path("a.gguf"), gguf_metadata | changed)
+    split_digits = Tokenizer.from_gguf(Path("a.gguf"), gguf_metadata | changed | {"tokenizer.ggml.pre": "smollm"})
     assert (len(plain.encode("12 12")), len(split_digits.encode("12 12"))) == (3, 5)
 
 
-def test_a_word_that_is_a_token_needs_no_merges_with_llama3(metadata: dict[str, Any]) -> None:
+def test_a_word_that_is_a_token_needs_no_merges_with_llama3(gguf_metadata: dict[str, Any]) -> None:
     changed = {"tokenizer.ggml.merges": [], "tokenizer.ggml.add_bos_token": False}
     lengths = {
-        split: len(Tokenizer.from_gguf(Path("a"), metadata | changed | {"tokenizer.ggml.pre": split}).encode("the the"))
+        split: len(
+            Tokenizer.from_gguf(Path("a"), gguf_metadata | changed | {"tokenizer.ggml.pre": split}).encode("the the")
+        )
         for split in ("gpt-2", "qwen2", "llama-bpe")
     }
     assert lengths == {"gpt-2": 7, "qwen2": 7, "llama-bpe": 2}
@@ -111,9 +117,9 @@ def test_sentence_pieces_merge_by_score(seed: int) -> None:
     assert (loaded.starts, loaded.ends) == ((1,), (2,))
 
 
-def test_the_start_of_a_text(metadata: dict[str, Any], tmp_path: Path) -> None:
+def test_the_start_of_a_text(gguf_metadata: dict[str, Any], tmp_path: Path) -> None:
     start_settings = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 0}
-    from_gguf = Tokenizer.from_gguf(Path("a.gguf"), metadata | start_settings)
+    from_gguf = Tokenizer.from_gguf(Path("a.gguf"), gguf_metadata | start_settings)
     from_gguf.save(tmp_path)
     reread = Tokenizer.from_folder(tmp_path)
     assert (from_gguf.starts, reread.starts, reread.ends) == ((0,), (0,), (1,))
@@ -136,7 +142,9 @@ def test_what_ends_a_text(files: dict[str, Any], ends: tuple[int, ...], tmp_path
     assert Tokenizer.from_folder(tmp_path).ends == ends
 
 
-def test_broken_folders_are_refused(saved: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_folders_are_refused(
+    small_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def assert_refused(message: str) -> None:
         with pytest.raises(FileError, match=message) as error:
             Tokenizer.from_folder(tmp_path)
@@ -173,16 +181,16 @@ def test_broken_folders_are_refused(saved: Tokenizer, tmp_path: Path, monkeypatc
         ({"model": "llama", "scores": np.zeros(2)}, r"scores: must be 300 \(got 2\)"),
     ],
 )
-def test_broken_metadata_are_refused(change: dict[str, Any], message: str, metadata: dict[str, Any]) -> None:
+def test_broken_metadata_are_refused(change: dict[str, Any], message: str, gguf_metadata: dict[str, Any]) -> None:
     changed = {f"tokenizer.ggml.{key}": entry for key, entry in change.items()}
     with pytest.raises(FileError, match=rf"^a\.gguf: tokenizer\.ggml\.{message}$"):
-        Tokenizer.from_gguf(Path("a.gguf"), metadata | changed)
+        Tokenizer.from_gguf(Path("a.gguf"), gguf_metadata | changed)
 
 
 @pytest.mark.parametrize("merges", [["t h", "q"], ["t nosuch"], ["a b c"]])
-def test_merges_of_what_is_no_token_are_refused(merges: list[str], metadata: dict[str, Any]) -> None:
+def test_merges_of_what_is_no_token_are_refused(merges: list[str], gguf_metadata: dict[str, Any]) -> None:
     with pytest.raises(FileError, match=r"^a\.gguf: not a readable tokenizer \(.+\)$"):
-        Tokenizer.from_gguf(Path("a.gguf"), metadata | {"tokenizer.ggml.merges": merges})
+        Tokenizer.from_gguf(Path("a.gguf"), gguf_metadata | {"tokenizer.ggml.merges": merges})
 
 
 def special(*tokens: int) -> list[dict[str, Any]]:
@@ -295,16 +303,16 @@ def control(metadata: dict[str, Any], *texts: str, kind: int = 3) -> dict[str, A
     ],
 )
 def test_every_end_of_a_gguf(
-    keys: dict[str, Any], texts: tuple[str, ...], ends: tuple[int, ...], metadata: dict[str, Any]
+    keys: dict[str, Any], texts: tuple[str, ...], ends: tuple[int, ...], gguf_metadata: dict[str, Any]
 ) -> None:
     """Find those that metadata name and those that llama.cpp knows by their text."""
     stated_config = {f"tokenizer.ggml.{key}": token for key, token in keys.items()}
-    assert Tokenizer.from_gguf(Path("a.gguf"), control(metadata, *texts) | stated_config).ends == ends
+    assert Tokenizer.from_gguf(Path("a.gguf"), control(gguf_metadata, *texts) | stated_config).ends == ends
 
 
 @pytest.mark.parametrize("kind", [1, 3, 4])
-def test_a_known_end_is_special_whatever_its_type(kind: int, metadata: dict[str, Any]) -> None:
-    ours = Tokenizer.from_gguf(Path("a.gguf"), control(metadata, "<|im_end|>", "[other]", kind=kind))
+def test_a_known_end_is_special_whatever_its_type(kind: int, gguf_metadata: dict[str, Any]) -> None:
+    ours = Tokenizer.from_gguf(Path("a.gguf"), control(gguf_metadata, "<|im_end|>", "[other]", kind=kind))
     assert ours.ends == (1, 261) and ours.encode("the<|im_end|>")[-1] == 261
     assert ours.decode([259, 261]) == "the"
 
@@ -447,11 +455,11 @@ def test_whatever_a_section_holds(section: str, tmp_path: Path) -> None:
             assert ours._guarded or isinstance(ours.decode(ours.encode("the")), str)
 
 
-def test_whatever_metadata_hold(metadata: dict[str, Any]) -> None:
+def test_junk_in_metadata_is_read_or_refused(gguf_metadata: dict[str, Any]) -> None:
     keys = ("model", "pre", "tokens", "token_type", "merges", "scores", "bos_token_id", "eos_token_id", "add_bos_token",
             "eot_token_id", "eos_token_ids", "unknown_token_id", "add_space_prefix")  # fmt: skip
     pieces, _ = sentence_pieces(0)
-    for whole in (metadata, pieces):
+    for whole in (gguf_metadata, pieces):
         for key in keys:
             for junk in [*JUNK, np.zeros(3), np.zeros((2, 2)), ["a"] * 300, ["a b"], 2**70]:
                 try:

@@ -132,7 +132,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickles_that_are_no_tensors_are_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     program, message = BAD[case]
     with pytest.raises(FileError, match=message) as error:

@@ -37,8 +37,8 @@ def window_keys(**keys: Any) -> dict[str, Any]:
     return {"use_sliding_window": True, "sliding_window": 5, **keys}
 
 
-def head(scale: float) -> Callable[[Path], None]:
-    """Return what writes a head beside a tied embedding, so many times as large."""
+def write_head(scale: float) -> Callable[[Path], None]:
+    """Return an edit that writes a head beside a tied embedding: its copy at scale 1, else its reversed rows scaled."""
 
     def write(folder: Path) -> None:
         weights = load_file(folder / "model.safetensors")
@@ -52,8 +52,8 @@ def head(scale: float) -> Callable[[Path], None]:
     return write
 
 
-def beside(*names: str) -> Callable[[Path], None]:
-    """Return what writes files that are no part of the model: other weights by the same names, or another layout's."""
+def add_files(*names: str) -> Callable[[Path], None]:
+    """Return an edit that adds files which are no part of the model: other weights, by the same or another's names."""
 
     def write(folder: Path) -> None:
         for name in names:
@@ -65,7 +65,7 @@ def beside(*names: str) -> Callable[[Path], None]:
     return write
 
 
-def as_torch(folder: Path) -> None:
+def convert_to_torch(folder: Path) -> None:
     """Write by `torch.save` instead of safetensors."""
     state = {name: torch.from_numpy(w) for name, w in load_file(folder / "model.safetensors").items()}
     torch.save(state, folder / "pytorch_model.bin")
@@ -78,7 +78,7 @@ def replace_by_shards(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     for path in (folder / "shards").glob("model*"):
         shutil.move(path, folder / path.name)
-    beside("consolidated.safetensors", "model.fp16.safetensors", "adapter_model.safetensors")(folder)
+    add_files("consolidated.safetensors", "model.fp16.safetensors", "adapter_model.safetensors")(folder)
 
 
 def with_index(folder: Path) -> None:
@@ -122,17 +122,17 @@ SAME = {
     "rope-llama3_beside": Case("llama3", {"original_max_position_embeddings": 100}),
     "rope-more_keys": Case("smollm", {"rope_scaling": {**OLD, "mscale": 3, "beta_fast": 32}}),
     "head-tied": Case("smollm"),
-    "head-tied_copy": Case("smollm", change=head(1)),
-    "head-tied_other": Case("smollm", change=head(0.5)),
+    "head-tied_copy": Case("smollm", change=write_head(1)),
+    "head-tied_other": Case("smollm", change=write_head(0.5)),
     "head-untied": Case("llama3"),
-    "files-adapter": Case("smollm", change=beside("adapter_model.safetensors", "adapter_model.bin")),
-    "files-consolidated": Case("smollm", change=beside("consolidated.00.safetensors", "consolidated.safetensors")),
-    "files-fp16": Case("smollm", change=beside("model.fp16.safetensors", "optimizer.bin", "pytorch_model.bin")),
+    "files-adapter": Case("smollm", change=add_files("adapter_model.safetensors", "adapter_model.bin")),
+    "files-consolidated": Case("smollm", change=add_files("consolidated.00.safetensors", "consolidated.safetensors")),
+    "files-fp16": Case("smollm", change=add_files("model.fp16.safetensors", "optimizer.bin", "pytorch_model.bin")),
     "files-index": Case("smollm", change=with_index),
     "files-shards": Case("llama3", change=replace_by_shards),
-    "files-torch": Case("smollm", change=as_torch),
+    "files-torch": Case("smollm", change=convert_to_torch),
     "files-torch_beside": Case(
-        "smollm", change=lambda folder: (as_torch(folder), beside("adapter_model.safetensors")(folder))
+        "smollm", change=lambda folder: (convert_to_torch(folder), add_files("adapter_model.safetensors")(folder))
     ),
 }  # fmt: skip
 

@@ -42,7 +42,9 @@ def test_a_repositorys_name(
 
 
 @pytest.mark.parametrize("name", ["here/nosuch", "./nosuch", "/nosuch/model", "a/b/c", "org/model.gguf", "nosuch"])
-def test_a_path_is_none(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_path_that_is_not_there_is_no_model(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     message = f"error: {name}: no model: a folder, a .gguf file, or one of smollm2\n"

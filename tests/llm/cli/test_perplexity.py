@@ -52,7 +52,7 @@ def test_a_folder_and_a_gguf(cli: Any, tmp_path: Path, text: Path, tokens: Any) 
     assert gguf["perplexity"] == pytest.approx(report["perplexity"], rel=1e-5)
 
 
-def test_what_is_quantised(cli: Any, tmp_path: Path, text: Path, tokens: Any) -> None:
+def test_options_quantise_activations_or_cache(cli: Any, tmp_path: Path, text: Path, tokens: Any) -> None:
     path = write_folder(tmp_path / "model", "qwen2")
     model, _ = open_model(path)
     options = ("--text", text, "--length", 16, "--windows", 3)

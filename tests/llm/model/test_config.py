@@ -91,7 +91,7 @@ def test_a_published_config_has_the_matrices_of_its_name(source: dict[str, Any],
         assert getattr(config, field) == getattr(published, field), field
 
 
-def test_what_else_a_config_says() -> None:
+def test_further_keys_of_a_config() -> None:
     assert Config.from_json(LLAMA31).rope_scaling == LLAMA31["rope_scaling"]
     assert Config.from_json(MISTRAL).window == 4096 and Config.from_json(MIXTRAL).window is None
     qwen, smol = Config.from_json(QWEN2), Config.from_json(SMOLLM)
@@ -304,7 +304,7 @@ def read_or_refuse(read: Callable[[Any], Config], source: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("source", [LLAMA31, MISTRAL, MIXTRAL, QWEN2], ids=["llama", "mistral", "mixtral", "qwen2"])
-def test_whatever_a_key_of_a_config_holds(source: dict[str, Any]) -> None:
+def test_junk_in_a_config_is_read_or_refused(source: dict[str, Any]) -> None:
     further = {"layer_types", "max_window_layers", "rope_parameters", "partial_rotary_factor", "head_dim",
                "original_max_position_embeddings", "max_position_embeddings", "per_layer_config"}  # fmt: skip
     for junk in JUNK:
@@ -314,7 +314,7 @@ def test_whatever_a_key_of_a_config_holds(source: dict[str, Any]) -> None:
             read_or_refuse(Config.from_json, {**source, "rope_scaling": {**LLAMA31["rope_scaling"], key: junk}})
 
 
-def test_whatever_metadata_of_gguf_hold() -> None:
+def test_junk_in_gguf_metadata_is_read_or_refused() -> None:
     further = ("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor",
                "context_length", "attention.key_length", "attention.value_length", "vocab_size")  # fmt: skip
     keys = {*GGUF, *(f"llama.{key}" for key in further)}

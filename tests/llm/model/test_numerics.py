@@ -47,7 +47,7 @@ def test_4_bits_in_groups_along_an_order(order: Any, group: int | None, bits: in
 
 
 @pytest.mark.parametrize("kept", [0, 64])
-def test_4_bits_are_what_atoms_gemm_reads(kept: int) -> None:
+def test_4_bits_are_rounded_as_for_atoms_gemm(kept: int) -> None:
     x, order = (np.random.default_rng(2).standard_normal((2, 3, 192)) * 9).astype(np.float32), np.arange(192)[::-1]
     rows = quant.quantize_atom_activations(x.reshape(6, 192)[:, order], 64, kept, clip=0.9)
     rounded = FakeQuantized(acts=4, group=64, kept=kept, clip=0.9).input(x, order)
@@ -55,7 +55,7 @@ def test_4_bits_are_what_atoms_gemm_reads(kept: int) -> None:
 
 
 @pytest.mark.parametrize("int8", [0, 1, 3])
-def test_and_with_int8_blocks_what_comets_reads(int8: int) -> None:
+def test_int8_blocks_are_rounded_as_for_comets_gemm(int8: int) -> None:
     x, order = (np.random.default_rng(2).standard_normal((2, 3, 192)) * 9).astype(np.float32), np.arange(192)[::-1]
     rows = quant.quantize_blocks(x.reshape(6, 192)[:, order], int8, 64)
     numerics = FakeQuantized(acts=4, group=64, clip=0.9)  # which COMET does not have
@@ -79,6 +79,6 @@ def test_and_with_int8_blocks_what_comets_reads(int8: int) -> None:
         ({"acts": 4, "kept": 40}, r"group: must divide 40 channels less 40 \(got None\)"),
     ],
 )
-def test_what_is_refused(how: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused(how: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{message}$"):
         FakeQuantized(**how).input(X)

@@ -18,12 +18,12 @@ STREAMS = [np.full((1, 2, 3), i, np.float32) for i in range(9)]
 
 
 @pytest.fixture
-def three(monkeypatch: pytest.MonkeyPatch) -> None:
+def three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the machine has three cores."""
     monkeypatch.setattr(threads, "os", SimpleNamespace(cpu_count=lambda: 3))
 
 
-def test_each_core_takes_a_stream_and_results_are_in_order(three: None) -> None:
+def test_each_core_takes_a_stream_and_results_are_in_order(three_cores: None) -> None:
     together = threading.Barrier(3, timeout=60)
 
     def first(x: np.ndarray) -> float:
@@ -33,7 +33,7 @@ def test_each_core_takes_a_stream_and_results_are_in_order(three: None) -> None:
     assert [*map_streams(first, STREAMS)] == [*range(9)]
 
 
-def test_no_more_is_made_than_is_taken(three: None) -> None:
+def test_no_more_is_made_than_is_taken(three_cores: None) -> None:
     """No more than four are made, so that three can run while one waits."""
     calls: list[int] = []
     stream = map_streams(lambda x: calls.append(0), STREAMS)
@@ -43,7 +43,7 @@ def test_no_more_is_made_than_is_taken(three: None) -> None:
     assert len(calls) == 9
 
 
-def test_an_error_comes_out(three: None) -> None:
+def test_an_error_in_a_thread_is_raised(three_cores: None) -> None:
     def failing(x: np.ndarray) -> None:
         if x[0, 0, 0] == 4:
             raise ValueError("stream 4")
@@ -55,7 +55,9 @@ def test_an_error_comes_out(three: None) -> None:
 
 
 @pytest.mark.parametrize("alone", ["one core", "arrays of a GPU", "no threadpoolctl"])
-def test_one_after_the_other(alone: str, three: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_threads_streams_run_one_after_the_other(
+    alone: str, three_cores: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if alone == "one core":
         monkeypatch.setattr(threads, "os", SimpleNamespace(cpu_count=lambda: 1))
     if alone == "no threadpoolctl":

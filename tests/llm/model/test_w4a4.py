@@ -27,7 +27,7 @@ TEXT = np.random.default_rng(0).integers(0, 60, (4, 40))
 FOUR_BITS = {"atom": RECIPES["atom"], "fmpq": RECIPES["fmpq"].but(int8=0.5, outlier=2.0)}
 
 
-def small() -> FloatModel:
+def small_model() -> FloatModel:
     """Make a model whose residual channels, and rows of up, differ much in size."""
     model, rng = FloatModel.random(CONFIG), np.random.default_rng(3)
     layers = [{**layer, "up": layer["up"] * rng.choice([0.3, 8], (192, 1), p=[0.9, 0.1])} for layer in model.layers]
@@ -40,7 +40,7 @@ def small() -> FloatModel:
 def quantized_folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Path, QuantizedModel]:
     """Quantise a model; return the recipe, the folder that it makes, and the model in it."""
     recipe, out = FOUR_BITS[request.param], tmp_path_factory.mktemp("w4a4") / "out"
-    quantize_model(small(), TEXT, recipe, out, layout="rows" if request.param == "fmpq" else "strips")
+    quantize_model(small_model(), TEXT, recipe, out, layout="rows" if request.param == "fmpq" else "strips")
     return recipe, out, folder.load(out)
 
 
@@ -53,7 +53,7 @@ def test_a_folder_holds_what_the_recipe_computed(
     When the folder is loaded and written again, every byte is.
     """
     recipe, out, model = quantized_folder
-    right = next(calibrate.quantize_layers(calibrate.prepare_model(small(), recipe), TEXT, recipe))
+    right = next(calibrate.quantize_layers(calibrate.prepare_model(small_model(), recipe), TEXT, recipe))
     assert right is not None
     floats = dequantize_model(model).layers[0]
     assert floats.keys() == right.floats.keys()
@@ -101,7 +101,7 @@ def test_the_order_of_down_is_folded_into_gate_and_up_for_comet_alone(
 
 
 def test_folding_an_order_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, recipe, fold = small(), FOUR_BITS["fmpq"].but(clip=None, gptq=False), calibrate.fold_down_order
+    model, recipe, fold = small_model(), FOUR_BITS["fmpq"].but(clip=None, gptq=False), calibrate.fold_down_order
     monkeypatch.setattr(calibrate, "fold_down_order", lambda layer: layer)
     plain = next(calibrate.quantize_layers(model, TEXT, recipe))
     assert plain is not None and not np.array_equal(plain.floats["down_order"], np.arange(192))
@@ -118,7 +118,7 @@ def test_text_is_the_one_of_fake_quantisation(quantized_folder: tuple[Recipe, Pa
     runner = NumpyRunner(model, 1, len(tokens), rotated=False)
     runner.prefill([tokens[:4].tolist()])
     logits = np.concatenate([runner.decode(tokens[i : i + 1]) for i in range(4, len(tokens))])
-    floats, exact = dequantize_model(model), small()
+    floats, exact = dequantize_model(model), small_model()
     expected = floats.logits(floats.states([tokens[None]], recipe.numerics())[0])[0, 4:]
     error, loss = relative(logits, expected), relative(exact.logits(exact.states([tokens[None]])[0])[0, 4:], expected)
     assert error < 0.75 * loss < 0.075, (error, loss)
@@ -132,7 +132,7 @@ def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name:
 
     The model is measured on the GPU.
     """
-    recipe, model, text = FOUR_BITS[name], small(), np.tile(TEXT, (1, 4))
+    recipe, model, text = FOUR_BITS[name], small_model(), np.tile(TEXT, (1, 4))
     for place, source_model in (("host", model), ("device", model.to_device())):
         quantize_model(source_model, text, recipe, tmp_path / place)
     host, device = (folder.load(tmp_path / place) for place in ("host", "device"))
@@ -216,7 +216,7 @@ def test_kernels_of_a_layer_take_blocks_of_128(quantized_folder: tuple[Recipe, P
         ({"buffers": {"place": np.arange(320, dtype=np.int16)}}, r"buffers: must be strips \(got none\)"),
     ],
 )
-def test_what_does_not_fit_together(changes: dict[str, Any], message: str) -> None:
+def test_a_reordered_weight_of_mismatched_fields_is_refused(changes: dict[str, Any], message: str) -> None:
     packed, *_ = problem("atom", "strips")
     with pytest.raises(ArgumentError, match=message):
         ReorderedWeight(**{**vars(packed), **changes})

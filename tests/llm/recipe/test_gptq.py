@@ -61,7 +61,7 @@ def solve_directly(w: Any, hessian: Any, grid: Grid, damping: float) -> Any:
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.parametrize("clip", [False, True])
-def test_it_equals_a_direct_solver(name: str, clip: bool) -> None:
+def test_gptq_equals_a_direct_solver(name: str, clip: bool) -> None:
     w, H = problem(8, 96)
     grid = GRIDS[name](w, clip)
     expected = solve_directly(w, H, grid, 0.01)
@@ -101,7 +101,7 @@ def test_blocks_change_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.parametrize("clip", [False, True])
-def test_it_is_never_worse_than_rounding_and_clipping_never_than_none(name: str, clip: bool) -> None:
+def test_gptq_is_never_worse_than_rounding_nor_clipping_than_none(name: str, clip: bool) -> None:
     for dtype in (np.float32, np.float64):
         w, H = problem(16, 96, dtype)
         grid = GRIDS[name](w, clip)
@@ -230,7 +230,7 @@ def test_a_factor_that_is_cut_short_is_none(monkeypatch: pytest.MonkeyPatch) -> 
     ("hessian", "rule"),
     [(np.eye(5), r"must be \[96, 96\]"), (np.full((96, 96), np.nan), "must be finite")],
 )
-def test_what_is_no_hessian_is_refused(hessian: Any, rule: str) -> None:
+def test_a_hessian_of_wrong_shape_or_nan_is_refused(hessian: Any, rule: str) -> None:
     w, _ = problem(4, 96)
     with pytest.raises(ArgumentError, match=f"hessian: {rule}"):
         recipe.gptq(w, hessian, LQQGrid(w, 32))

@@ -31,7 +31,7 @@ RNG = np.random.default_rng(0)
 TEXT = RNG.integers(0, 60, (6, 40))
 
 
-def small(config: Config = CONFIG) -> FloatModel:
+def small_model(config: Config = CONFIG) -> FloatModel:
     """Make a model whose residual channels differ much in size, as in trained models."""
     model = FloatModel.random(config)
     scale = np.where(np.arange(config.hidden) % 31 == 7, 12, 0.3).astype(np.float32)
@@ -66,7 +66,7 @@ def files(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("config", [CONFIG, BIASED], ids=["tied", "biased"])
 @pytest.mark.parametrize("name", PACKED)
 def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, config: Config, tmp_path: Path) -> None:
-    model, recipe = small(config), PACKED[name]
+    model, recipe = small_model(config), PACKED[name]
     done: list[str] = []
     errors = quantize.quantize_model(model, TEXT, recipe, tmp_path / "out", progress=done.append)
     assert done == ["layer 0", "layer 1"] and list(errors) == [0, 1]
@@ -92,7 +92,7 @@ def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, 
 @pytest.mark.full
 def test_the_whole_recipe_beats_rounding() -> None:
     """The measure is the squared error of the logits."""
-    model, errors = small(), {}
+    model, errors = small_model(), {}
     for name in ("rtn", "lqq"):
         recipe = PACKED[name]
         prepared = calibrate.prepare_model(model, recipe)
@@ -115,7 +115,7 @@ def test_a_width_without_a_hadamard_matrix_takes_a_random_rotation() -> None:
 
 @pytest.mark.full
 def test_a_run_that_was_killed_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, model = PACKED["lqq"].but(rotate=None), small(BIASED)  # whose norms are rounded to FP16
+    recipe, model = PACKED["lqq"].but(rotate=None), small_model(BIASED)  # whose norms are rounded to FP16
     quantize.quantize_model(model, TEXT, recipe, tmp_path / "whole")
 
     def interrupt(label: str) -> None:
@@ -135,12 +135,12 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(tmp_path: Path, monkeyp
 def test_a_run_that_was_killed_after_its_last_layer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(quantize.os, "replace", interrupt_folders)
-        quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path / "out")
-    changed = small()
+        quantize.quantize_model(small_model(), TEXT, PACKED["rtn"], tmp_path / "out")
+    changed = small_model()
     change_weight(changed, 1, "up")
     with pytest.raises(FileError, match="holds layers of another run, whose weights differs;"):
         quantize.quantize_model(changed, TEXT, PACKED["rtn"], tmp_path / "out")
-    assert quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path / "out") == {}
+    assert quantize.quantize_model(small_model(), TEXT, PACKED["rtn"], tmp_path / "out") == {}
     assert len(folder.load(tmp_path / "out").layers) == 2
 
 
@@ -194,7 +194,7 @@ def interrupted_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("run")
     with pytest.raises(KeyboardInterrupt):
-        quantize.quantize_model(small(UNTIED), TEXT, PACKED["lqq"], folder / "out", progress=kill)
+        quantize.quantize_model(small_model(UNTIED), TEXT, PACKED["lqq"], folder / "out", progress=kill)
     return folder
 
 
@@ -204,7 +204,7 @@ def test_another_run_does_not_go_on_with_these_layers(
 ) -> None:
     """Whatever a run begins with, down to one weight, is known; the message names what differs."""
     change, message = OTHER_RUNS[case]
-    model = small(UNTIED)
+    model = small_model(UNTIED)
     if "weights" in change:
         change_weight(model, *change["weights"])
     if "ends" in change:
@@ -228,7 +228,7 @@ def test_another_run_does_not_go_on_with_these_layers(
 
 
 def test_another_layout_and_bfloat16(tmp_path: Path) -> None:
-    quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path / "out", layout="qserve", dtype="bfloat16")
+    quantize.quantize_model(small_model(), TEXT, PACKED["rtn"], tmp_path / "out", layout="qserve", dtype="bfloat16")
     loaded_model = folder.load(tmp_path / "out")
     assert {layer.down.layout for layer in loaded_model.layers} == {"qserve"}
     assert {layer.dtype for layer in loaded_model.layers} == {"bfloat16"} and loaded_model.final_norm.dtype == np.uint16
@@ -236,7 +236,7 @@ def test_another_layout_and_bfloat16(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_model_saved_loads_bit_for_bit(tmp_path: Path, dtype: str) -> None:
-    model = models.QuantizedModel.rounded(small(BIASED), "lqq", 32, dtype=dtype)
+    model = models.QuantizedModel.rounded(small_model(BIASED), "lqq", 32, dtype=dtype)
     folder.save(model, tmp_path)
     assert_same(folder.load(tmp_path), model)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -247,8 +247,8 @@ def test_a_model_saved_loads_bit_for_bit(tmp_path: Path, dtype: str) -> None:
 
 
 def test_matrices_packed_otherwise_are_exceptions_by_name(tmp_path: Path) -> None:
-    model = models.QuantizedModel.rounded(small(), "lqq", 32)
-    by_channel = models.QuantizedModel.rounded(small(), "qoq_channel")
+    model = models.QuantizedModel.rounded(small_model(), "lqq", 32)
+    by_channel = models.QuantizedModel.rounded(small_model(), "qoq_channel")
     mixed = replace(model, layers=[model.layers[0], replace(model.layers[1], o=by_channel.layers[1].o)])
     folder.save(mixed, tmp_path)
     of_o = {"layout": "strips", "scheme": "qoq_channel", "group": 96}
@@ -298,7 +298,7 @@ def damaged_recipe(path: Path) -> None:
     ],
 )
 def test_a_damaged_folder_is_refused_in_one_line(tmp_path: Path, damage: Any, message: str) -> None:
-    folder.save(models.QuantizedModel.rounded(small(), "lqq", 32), tmp_path)
+    folder.save(models.QuantizedModel.rounded(small_model(), "lqq", 32), tmp_path)
     damage(tmp_path)
     with pytest.raises(FileError, match=message) as error:
         folder.load(tmp_path)
@@ -324,22 +324,22 @@ def test_a_recipe_that_does_not_fit_leaves_nothing(
     tmp_path: Path, recipe: Recipe, text: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        quantize.quantize_model(small(), text, recipe, tmp_path / "out")
+        quantize.quantize_model(small_model(), text, recipe, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
 def test_the_layer_that_cannot_be_quantised_is_named(tmp_path: Path) -> None:
-    model = small()
+    model = small_model()
     model.layers[1]["gate"][3, 4] = np.inf  # type: ignore[index]
     with pytest.raises(ArgumentError, match=r"layer 1: w: must be finite in float32 \(got w\[3, 4\] is inf\)"):
         quantize.quantize_model(model, TEXT[:0], PACKED["rtn"], tmp_path / "out")
     with pytest.raises(ArgumentError, match=r"layer 0: w: K less 64 must be a multiple of the group"):
-        list(calibrate.quantize_layers(small(), TEXT, RECIPES["atom"]))
+        list(calibrate.quantize_layers(small_model(), TEXT, RECIPES["atom"]))
 
 
 @pytest.mark.parametrize("name", ["embedding", "final_norm", "head"])
 def test_what_float16_does_not_hold_is_refused(tmp_path: Path, name: str) -> None:
-    model = small(BIASED)
+    model = small_model(BIASED)
     model = replace(model, **{name: getattr(model, name) * 1e6})
     message = rf"^{name}: must lie in ±65504 to be stored in float16 \(got "
     with pytest.raises(ArgumentError, match=message):
@@ -354,7 +354,7 @@ def test_what_float16_does_not_hold_is_refused(tmp_path: Path, name: str) -> Non
 def test_a_file_in_the_place_of_the_unfinished_folder(tmp_path: Path) -> None:
     (tmp_path / ".out.partial").write_text("")
     with pytest.raises(FileError, match=r"\.out\.partial: cannot be made: File exists"):
-        quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path / "out")
+        quantize.quantize_model(small_model(), TEXT, PACKED["rtn"], tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -373,17 +373,17 @@ def test_samples_that_no_text_has(options: dict[str, int], message: str) -> None
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="is there already"):
-        quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path)
+        quantize.quantize_model(small_model(), TEXT, PACKED["rtn"], tmp_path)
 
 
 def test_a_weight_that_would_overflow_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps.LQQGrid, "candidates", too_wide)
+    monkeypatch.setattr(steps.LQQGrid, "candidates", levels_that_leave_s8)
     with pytest.raises(ArgumentError, match=r"layer 0: weight: must restore to -128..127"):
-        quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path / "out")
+        quantize.quantize_model(small_model(), TEXT, PACKED["rtn"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def too_wide(grid: Any, group: int, w: Any) -> Any:
+def levels_that_leave_s8(grid: Any, group: int, w: Any) -> Any:
     """Make levels up to 16·15 - 100 = 140.
 
     Scales are so small that the largest weights take the last level.
@@ -393,18 +393,18 @@ def too_wide(grid: Any, group: int, w: Any) -> Any:
 
 
 @pytest.fixture
-def single(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_sample_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run calibration samples one by one, as on a CPU: the same sums in the same order."""
     monkeypatch.setattr(floats, "_ELEMENTS", 1)
 
 
 @pytest.mark.default_cases("rtn", "qoq_released")
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("one_sample_at_a_time")
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_step_dispatches_on_device_arrays(name: str) -> None:
     """The arrays of a GPU, whose library refuses NumPy's, give the same layer."""
     four_bits = name in ("atom", "fmpq")
-    model = small(replace(CONFIG, hidden=128, heads=8) if four_bits else CONFIG)
+    model = small_model(replace(CONFIG, hidden=128, heads=8) if four_bits else CONFIG)
     recipe = RECIPES[name] if four_bits else RECIPES[name].but(group=32)
     host = next(calibrate.quantize_layers(calibrate.prepare_model(model, recipe), TEXT, recipe))
     moved = FloatModel(
@@ -420,7 +420,7 @@ def test_every_step_dispatches_on_device_arrays(name: str) -> None:
 
 
 @pytest.mark.default_cases("lqq")
-@pytest.mark.usefixtures("single")
+@pytest.mark.usefixtures("one_sample_at_a_time")
 @pytest.mark.parametrize("name", ["lqq", "liquid", "atom", "fmpq"])
 def test_a_model_of_device_arrays_becomes_the_same_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -430,9 +430,9 @@ def test_a_model_of_device_arrays_becomes_the_same_folder(
     monkeypatch.setattr(gpu, "device_info", lambda: None)
     monkeypatch.setattr(gpu, "to_device", DispatchingArray)
     monkeypatch.setattr(gpu, "to_host", DispatchingArray.get)
-    model, recipe = small(BIASED), PACKED.get(name)
+    model, recipe = small_model(BIASED), PACKED.get(name)
     if recipe is None:
-        model, recipe = small(replace(BIASED, hidden=128, heads=8, ffn=192)), RECIPES[name].but(clip=None)
+        model, recipe = small_model(replace(BIASED, hidden=128, heads=8, ffn=192)), RECIPES[name].but(clip=None)
     for place, source_model in (("host", model), ("device", model.to_device())):
         quantize.quantize_model(source_model, TEXT, recipe, tmp_path / place)
     assert files(tmp_path / "host") == files(tmp_path / "device")
@@ -444,7 +444,7 @@ def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name:
     """But for sums in another order. GPTQ hands every rounding on to the columns behind it: in NumPy, too, an embedding
     that differs by 1e-7 gives other levels to half of the second layer. So what has seen no rounding yet is compared
     by its levels, and all by the error of its output."""
-    model, recipe = small(), PACKED[name]
+    model, recipe = small_model(), PACKED[name]
     text = np.tile(TEXT, (1, 4))
     errors = [
         quantize.quantize_model(model, text, recipe, tmp_path / place)

@@ -53,7 +53,7 @@ def test_the_strength_with_the_least_error_is_taken() -> None:
     assert factor.shape == (128,) and np.isclose(np.log(factor).mean(), 0)
 
 
-def test_it_changes_no_function() -> None:
+def test_the_search_keeps_the_layers_function() -> None:
     model, recipe = model_with_outliers(), RECIPES["liquid"]
     states = [model.embed(TEXT)]
     layer = model.layers[0]

@@ -60,7 +60,7 @@ def test_rotation_changes_no_logits(model: FloatModel) -> None:
 
 
 @pytest.mark.parametrize(("start", "rotation"), [("mixed", mixing), ("uniform", recipe.random_orthogonal)])
-def test_nor_does_the_rotation_off_the_grid(model: FloatModel, start: str, rotation: Any) -> None:
+def test_the_rotation_off_the_grid_changes_no_logits(model: FloatModel, start: str, rotation: Any) -> None:
     rotated = off_grid(model, start)
     assert_same_function(model, rotated)
     np.testing.assert_allclose(rotated.embedding, model.embedding @ rotation(model.config.hidden, 1))

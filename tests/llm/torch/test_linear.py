@@ -15,7 +15,8 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.fixture
-def kind() -> Any:
+def linear_class() -> Any:
+    """Return the layer's class, which needs PyTorch to import."""
     from ptxlab.llm.torch import W4A8Linear
 
     return W4A8Linear
@@ -28,10 +29,10 @@ def linear(dtype: Any = torch.float16, bias: bool = True, seed: int = 0) -> Any:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_is_the_reference_of_the_rounded_weight(dtype: str, bias: bool, kind: Any) -> None:
+def test_is_the_reference_of_the_rounded_weight(dtype: str, bias: bool, linear_class: Any) -> None:
     layer = linear(getattr(torch, dtype), bias)
     x = torch.randn(2, 3, 128).to(layer.weight.dtype)
-    y = kind.from_linear(layer, "lqq", 64)(x)
+    y = linear_class.from_linear(layer, "lqq", 64)(x)
     weight = quant.quantize_lqq(layer.weight.detach().float().numpy(), 64)
     acts = quant.quantize_activations(x.float().numpy().reshape(6, 128))
     added = layer.bias.detach().float().numpy() if bias else None
@@ -43,8 +44,8 @@ def test_is_the_reference_of_the_rounded_weight(dtype: str, bias: bool, kind: An
 
 
 @pytest.mark.parametrize("scheme", ["lqq", "qoq", "qoq_channel"])
-def test_state_survives(scheme: str, kind: Any, tmp_path: Any) -> None:
-    ours, restored = kind.from_linear(linear(), scheme), kind.from_linear(linear(seed=1), scheme)
+def test_state_survives(scheme: str, linear_class: Any, tmp_path: Any) -> None:
+    ours, restored = linear_class.from_linear(linear(), scheme), linear_class.from_linear(linear(seed=1), scheme)
     torch.save(ours.state_dict(), tmp_path / "state.pt")
     x = torch.randn(3, 128).half()
     assert not torch.equal(ours(x), restored(x))
@@ -52,17 +53,17 @@ def test_state_survives(scheme: str, kind: Any, tmp_path: Any) -> None:
     assert torch.equal(ours(x), restored(x))
 
 
-def test_state_of_another_format_is_refused_and_nothing_loaded(kind: Any) -> None:
+def test_state_of_another_format_is_refused_and_nothing_loaded(linear_class: Any) -> None:
     """LQQ and QoQ have buffers of the same shapes."""
-    ours, foreign = kind.from_linear(linear(), "lqq"), kind.from_linear(linear(seed=1), "qoq")
+    ours, foreign = linear_class.from_linear(linear(), "lqq"), linear_class.from_linear(linear(seed=1), "qoq")
     states = {name: buffer.clone() for name, buffer in ours.state_dict().items()}
     with pytest.raises(ArgumentError, match=r"W4A8Linear: _extra_state: must be .*'lqq'.*got .*'qoq'"):
         ours.load_state_dict(foreign.state_dict())
     assert all(torch.equal(buffer, states[name]) for name, buffer in ours.state_dict().items())
 
 
-def test_casts_move_it_only(kind: Any) -> None:
-    ours = kind.from_linear(linear())
+def test_casts_move_it_only(linear_class: Any) -> None:
+    ours = linear_class.from_linear(linear())
     dtypes = {name: buffer.dtype for name, buffer in ours.named_buffers()}
     torch.nn.Sequential(ours).to(torch.bfloat16).half()
     assert {name: buffer.dtype for name, buffer in ours.named_buffers()} == dtypes
@@ -89,7 +90,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_bad_input_is_one_line(message: str, kind: Any) -> None:
+def test_bad_input_is_one_line(message: str, linear_class: Any) -> None:
     with pytest.raises(ArgumentError) as error:
-        BAD[message](kind)
+        BAD[message](linear_class)
     assert message in str(error.value) and "\n" not in str(error.value)

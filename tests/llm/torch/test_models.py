@@ -26,7 +26,7 @@ def quantize_nearest(model: Any) -> QuantizedModel:
     return QuantizedModel.rounded(float_model(model), group=64, rounding="nearest", dtype=dtype)
 
 
-def theirs(model: Any, prompts: list[list[int]], **how: Any) -> tuple[list[list[int]], Any]:
+def generate_by_transformers(model: Any, prompts: list[list[int]], **how: Any) -> tuple[list[list[int]], Any]:
     """Return the tokens that `model.generate` adds to prompts padded on the left, and its cache."""
     from ptxlab.llm.torch import KV4Cache
 
@@ -39,7 +39,8 @@ def theirs(model: Any, prompts: list[list[int]], **how: Any) -> tuple[list[list[
     return generated[:, longest:].tolist(), cache
 
 
-def ours(model: QuantizedModel, prompts: list[list[int]]) -> tuple[list[list[int]], NumpyRunner]:
+def generate_by_runner(model: QuantizedModel, prompts: list[list[int]]) -> tuple[list[list[int]], NumpyRunner]:
+    """Return the tokens that `NumpyRunner` adds to prompts, and the runner."""
     runner = NumpyRunner(model, len(prompts), CONTEXT)
     return np.array(list(generate(runner, prompts, TOKENS))).T.tolist(), runner
 
@@ -53,8 +54,8 @@ def test_generates_the_tokens_of_our_runner(family: str, prompts: list[list[int]
 
     model = small_model(family)
     ready = quantize_nearest(model)
-    expected, runner = ours(ready, prompts)
-    generated, cache = theirs(quantize_model(model, ready), prompts)
+    expected, runner = generate_by_runner(ready, prompts)
+    generated, cache = generate_by_transformers(quantize_model(model, ready), prompts)
     assert generated == expected and len({*generated[0]}) > 3
     for pool, of_runner in zip(cache.pools, runner.caches, strict=True):
         assert np.array_equal(pool.numpy(), of_runner.pool)
@@ -120,9 +121,9 @@ def test_a_recipe_rotates_and_rounds() -> None:
 
     recipe, model = Recipe(rotate="hadamard", rotate_heads=True, clip="weights"), small_model("smollm")
     ready = _quantize_by_recipe(float_model(model), recipe, None, "strips", "float16", lambda label: None)
-    expected, _ = ours(ready, PROMPTS)
+    expected, _ = generate_by_runner(ready, PROMPTS)
     assert not model.lm_head.weight.equal(quantize_model(model, recipe).model.embed_tokens.weight)
-    assert theirs(model, PROMPTS)[0] == expected
+    assert generate_by_transformers(model, PROMPTS)[0] == expected
 
 
 @pytest.mark.full
@@ -132,7 +133,7 @@ def test_a_step_compiles_without_a_break(family: str) -> None:
     from ptxlab.llm.torch import KV4Cache, quantize_model
 
     model = quantize_model(small_model(family, num_hidden_layers=1))
-    expected, _ = theirs(model, PROMPTS[:1])
+    expected, _ = generate_by_transformers(model, PROMPTS[:1])
     cache, tokens, generated = KV4Cache(model, 1, CONTEXT), torch.tensor(PROMPTS[:1]), []
     step = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
     with torch.no_grad():
@@ -218,7 +219,7 @@ def test_reset_begins_anew_and_beams_are_copied() -> None:
     from ptxlab.llm.torch import quantize_model
 
     model = quantize_model(small_model())
-    first, cache = theirs(model, PROMPTS)
+    first, cache = generate_by_transformers(model, PROMPTS)
     pools = [pool.clone() for pool in cache.pools]
     cache.reorder_cache(torch.tensor([1, 1]))
     for pool, pool_before in zip(cache.pools, pools, strict=True):
@@ -271,7 +272,8 @@ def mixed_dtypes() -> Any:
     return model
 
 
-def elsewhere() -> Any:
+def model_on_two_devices() -> Any:
+    """Make a model whose last norm is on another device."""
     model = small_model()
     model.model.norm.to("meta")
     return model
@@ -283,7 +285,7 @@ def model_with_nan() -> Any:
     return model
 
 
-def of_experts(layout: str) -> QuantizedModel:
+def quantized_experts(layout: str) -> QuantizedModel:
     from ptxlab.llm.torch.models import float_model
 
     return QuantizedModel.rounded(float_model(small_model("mixtral")), group=64, rounding="nearest", layout=layout)
@@ -299,7 +301,7 @@ BAD = {
     "model_type: must be one of llama, mistral, mixtral, qwen2 (got 'gpt2')": lambda: quantize(gpt2()),
     "model: must be a causal model (got LlamaModel)": lambda: quantize(small_model().model),
     "recipe: must be of a model in strips where it has experts (got qserve)": lambda: quantize(
-        small_model("mixtral"), of_experts("qserve")
+        small_model("mixtral"), quantized_experts("qserve")
     ),
     "must be of a model with experts=4 (got experts=2)": lambda: quantize(
         small_model("mixtral"), quantize_nearest(small_model("mixtral", num_local_experts=2))
@@ -308,7 +310,9 @@ BAD = {
     "model.layers.1.mlp.up_proj.weight: must be float16 on cpu as the embedding (got float32 on cpu": lambda: quantize(
         mixed_dtypes()
     ),
-    "model.norm.weight: must be float16 on cpu as the embedding (got float16 on meta": lambda: quantize(elsewhere()),
+    "model.norm.weight: must be float16 on cpu as the embedding (got float16 on meta": lambda: quantize(
+        model_on_two_devices()
+    ),
     "must not be quantised yet": lambda: quantize(quantize(small_model())),
     "recipe: must be one of lqq": lambda: quantize(small_model(), "int3"),
     "recipe: must be a Recipe or its name, of scheme lqq": lambda: quantize(small_model(), "atom"),
@@ -366,7 +370,7 @@ def test_a_quantised_state_is_loaded_into_another_model_of_its_shape() -> None:
     for tensor in restored.state_dict().values():
         tensor.zero_()
     restored.load_state_dict(model.state_dict())
-    first, cache = theirs(model, PROMPTS[:1])
+    first, cache = generate_by_transformers(model, PROMPTS[:1])
     prompt = torch.tensor([PROMPTS[0] + first[0] + [9, 8]])
     options = {"max_new_tokens": 3, "do_sample": False}
     expected = restored.generate(prompt, past_key_values=KV4Cache(restored, 1, CONTEXT), **options)

@@ -25,7 +25,7 @@ def matrices(folder: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("scheme", ["lqq", "qoq", "qoq_channel"])
 @pytest.mark.parametrize("layout", ["strips", "qserve"])
 @pytest.mark.parametrize("elements", [1, 64 * 48, 1 << 26])
-def test_pieces_are_packed_as_the_whole(scheme: str, layout: str, elements: int) -> None:
+def test_quantising_in_chunks_of_rows_gives_the_same_packed_weight(scheme: str, layout: str, elements: int) -> None:
     from ptxlab.llm.vllm.packing import quantise_and_pack
 
     weight = torch.randn(120, 192, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)

@@ -67,7 +67,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(smollm2: Path) -> list[list[int]]:
-    """Cut two hundred beginnings of texts, of 8 to 300 tokens."""
+    """Cut the beginnings of two hundred texts, 8 to 300 tokens each."""
     tokens, rng = corpus(smollm2, 8), np.random.default_rng(0)
     starts, lengths = rng.integers(0, len(tokens) - 300, 200), rng.integers(8, 301, 200)
     return [tokens[start : start + length].tolist() for start, length in zip(starts, lengths, strict=True)]

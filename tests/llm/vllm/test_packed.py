@@ -87,7 +87,7 @@ def _by_channel(weight: Any) -> Any:
     return pack(quantiser("qoq_channel")(unpack(weight).dequantize(), 0), "strips")
 
 
-def test_what_is_served_is_said(
+def test_the_log_names_what_is_served(
     configured: Configured, packed_folder: PackedFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ptxlab.llm.vllm import serving

@@ -43,7 +43,7 @@ def test_a_folder_is_loaded_exactly(
     assert small_model.logits([(0, 0, [5, 6, 7])]).isfinite().all()
 
 
-def test_what_is_served_is_said(configured: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_names_what_is_served(configured: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ptxlab.llm.vllm import serving
 
     lines: list[str] = []

@@ -15,7 +15,7 @@ Configured = Callable[..., Any]
 
 
 @pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def plugin_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """Capture also the messages of vLLM's loggers, which do not propagate."""
     logger = logging.getLogger("vllm.ptxlab")
     logger.addHandler(caplog.handler)
@@ -31,29 +31,29 @@ def test_vllm_finds_it_by_its_entry_point() -> None:
 
 
 def test_another_version_of_vllm_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     from ptxlab.llm.vllm import register
 
     monkeypatch.setattr(metadata, "version", lambda name: "0.33.0+cu130")
     register()
-    assert "made for vLLM 0.26.0, this is 0.33.0: --quantization ptxlab is not available" in logged.text
+    assert "made for vLLM 0.26.0, this is 0.33.0: --quantization ptxlab is not available" in plugin_log.text
 
 
-def test_the_flag_alone_is_enough(configured: Configured, logged: pytest.LogCaptureFixture) -> None:
+def test_the_flag_alone_is_enough(configured: Configured, plugin_log: pytest.LogCaptureFixture) -> None:
     config = configured()
     assert config.cache_config.cache_dtype == "int4_per_token_head"
     assert config.attention_config.backend.name == "CUSTOM"
     assert type(config.quant_config).__name__ == "PtxlabConfig"
-    assert "weights W4A8 (lqq, groups of 128, or 64 where 128 does not divide)" in logged.text
-    assert "cache kv4, keys and values rotated, in pages of 64 tokens, attention of ptxlab" in logged.text
+    assert "weights W4A8 (lqq, groups of 128, or 64 where 128 does not divide)" in plugin_log.text
+    assert "cache kv4, keys and values rotated, in pages of 64 tokens, attention of ptxlab" in plugin_log.text
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_cache_of_16_bits_is_vllms(configured: Configured, dtype: str, logged: pytest.LogCaptureFixture) -> None:
+def test_a_cache_of_16_bits_is_vllms(configured: Configured, dtype: str, plugin_log: pytest.LogCaptureFixture) -> None:
     config = configured(kv_cache_dtype=dtype)
     assert (config.cache_config.cache_dtype, config.attention_config.backend) == (dtype, None)
-    assert f"cache {dtype}, attention of vLLM" in logged.text
+    assert f"cache {dtype}, attention of vLLM" in plugin_log.text
 
 
 def test_options_are_part_of_the_key_of_compiled_graphs(configured: Configured) -> None:
@@ -76,7 +76,7 @@ def test_options_are_part_of_the_key_of_compiled_graphs(configured: Configured) 
         "float32": ({"dtype": "float32"}, "torch.float32 is not supported for quantization method ptxlab"),
     }.values(),
 )
-def test_what_is_not_supported_is_refused(configured: Configured, arguments: dict[str, Any], message: str) -> None:
+def test_unsupported_options_are_refused(configured: Configured, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         configured(**arguments)
 

@@ -114,7 +114,7 @@ def test_scale_and_dtype_do_not_change_the_figures():
         ({"group": 100}, "group: must be one of 32, 64, 128"),
     ],
 )
-def test_refuses(arguments, message, tmp_path):
+def test_bad_arguments_are_refused(arguments, message, tmp_path):
     with pytest.raises(ArgumentError, match=message):
         audit_matrix(gaussian(), **arguments)
     path = tmp_path / "w.safetensors"
@@ -151,7 +151,7 @@ def test_file_tensor_by_tensor(tmp_path):
     assert [step[2] for step in steps] == [*by_name, ""]
 
 
-def test_pattern(tmp_path):
+def test_a_pattern_selects_tensors(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file({"layer.0.up": gaussian(), "layer.1.up": gaussian(), "head": gaussian()}, path)
     names = [row.tensor for row in audit_file(path, pattern="layer.*", schemes=("qoq",), ranges=(119,))]

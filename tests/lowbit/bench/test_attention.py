@@ -34,7 +34,7 @@ FLASH = {"sdpa_flash_f16": 40.0}
 
 
 def quiet(_: str) -> None:
-    """Ignore the progress."""
+    """Print no progress."""
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_a_ragged_batch_and_an_even_one(small: pytest.MonkeyPatch) -> None:
     assert (uneven.measure, even.measure) == ("ragged", "even") and (uneven.sizes["L"], even.sizes["L"]) == (130, 65)
 
 
-def test_the_batches() -> None:
+def test_batches_cover_the_stored_peers() -> None:
     batch_places = {batch.place for heads in shapes.HEADS for batch in shapes.batches(heads)}
     peers_by_place = stored.stored_attention()
     assert set(peers_by_place) < batch_places and len(batch_places) == 36
@@ -257,7 +257,7 @@ def test_every_variant_is_compiled_once(emulated_gpu: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.full
-def test_the_merge(small: pytest.MonkeyPatch) -> None:
+def test_the_row_of_the_merge(small: pytest.MonkeyPatch) -> None:
     row = merge.measure_merge(Batch(2, 1, (1100,)), CEILINGS)
     assert row.kernel == "attention_kv4_mma_sm80, attention_merge" and row.more["fused_us"] == 10
 
@@ -350,5 +350,5 @@ def test_what_is_not_asked_for_is_not_measured(small: pytest.MonkeyPatch) -> Non
         attention.rows(["attention_kv8"], CEILINGS, quiet)
 
 
-def test_what_is_chosen(emulated_gpu: pytest.MonkeyPatch) -> None:
+def test_options_choose_the_kernel(emulated_gpu: pytest.MonkeyPatch) -> None:
     assert choose(AttentionOptions(backend="gpu")) is CHOSEN

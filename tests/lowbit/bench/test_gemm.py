@@ -72,6 +72,6 @@ def test_blocks_are_no_multiple_of_a_tile() -> None:
     assert BLOCK_ROWS % 16 and BLOCK_K // 128 % 2
 
 
-def test_layers() -> None:
+def test_layers_are_distinct_and_divisible() -> None:
     assert len({dataclasses.astuple(layer)[2:] for layer in LAYERS}) == len(LAYERS) <= 12
     assert all(layer.N % 8 == 0 and layer.K % 128 == 0 for layer in LAYERS)

@@ -51,16 +51,16 @@ def stream_us(nbytes: int) -> float:
 
 
 def quiet(_: str) -> None:
-    """Ignore the progress."""
+    """Print no progress."""
 
 
-def names() -> list[str]:
+def ladder_names() -> list[str]:
     return [step.spec.name for step in ladder.LADDER]
 
 
 def rows_of_small(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     monkeypatch.setattr(headline, "ALL_TOKENS", (1, 17))
-    return list(headline.layer_rows(SMALL, names(), {1: FP8, 17: FP8}, stream_us, quiet))
+    return list(headline.layer_rows(SMALL, ladder_names(), {1: FP8, 17: FP8}, stream_us, quiet))
 
 
 @pytest.mark.full
@@ -122,7 +122,7 @@ def test_a_point_that_was_chosen_otherwise_is_still_the_same_point(emulated_gpu:
 @pytest.mark.full
 def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.MonkeyPatch) -> None:
     def launched_points() -> Iterator[Point]:
-        yield from headline.points(names())
+        yield from headline.points(ladder_names())
         for layer in MIXTRAL:
             for M in range(1, 160):
                 yield headline.point_at(layer, M)
@@ -139,7 +139,7 @@ def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.Monkey
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(("group", "sizes", "bits"), [(GROUP, {"g": 128}, 4.125), (PER_CHANNEL, {}, 4)])
-def test_a_chain(emulated_gpu: pytest.MonkeyPatch, group: int, sizes: dict[str, int], bits: float) -> None:
+def test_the_row_of_a_chain(emulated_gpu: pytest.MonkeyPatch, group: int, sizes: dict[str, int], bits: float) -> None:
     layers = [SMALL, NEXT]
     logical = [{**headline.weight_of(layer, group), **problem.tokens(layer, 5)} for layer in layers]
     row = chain.measure_chain(layers, 5, logical, stream_us, {"cublas_fp8": 30.0}, group=group)
@@ -163,7 +163,7 @@ def test_only_kernels_that_wait_are_launched_programmatically(emulated_gpu: pyte
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 512])
-def test_routing(count: int) -> None:
+def test_random_routing_is_balanced_and_repeatable(count: int) -> None:
     offsets = grouped.route_at_random(count)
     by_expert = np.diff(offsets)
     assert offsets.dtype == np.int32 and offsets[0] == 0 and offsets[-1] == 2 * count
@@ -206,7 +206,7 @@ def test_experts_at_once(emulated_gpu: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 def test_the_grouped_kernel_can_be_measured_alone(emulated_gpu: pytest.MonkeyPatch) -> None:
-    assert list(grouped.points(names())) == []
+    assert list(grouped.points(ladder_names())) == []
     sizes = [sizes for _, sizes in grouped.points([grouped.GROUPED.name])]
     assert len(sizes) == 20 and sizes[0] == {"M": 2, "N": 28672, "K": 4096, "E": 8, "g": 128}
     emulated_gpu.setattr(gemm, "LAYERS", ())
@@ -223,9 +223,9 @@ def test_the_grouped_kernel_can_be_measured_alone(emulated_gpu: pytest.MonkeyPat
 def test_untuned_shapes(emulated_gpu: pytest.MonkeyPatch) -> None:
     emulated_gpu.setattr(headline, "UNTUNED_TOKENS", (3,))
     progress: list[str] = []
-    (row,) = headline.untuned_rows([SMALL], names(), stream_us, progress.append, PEERS)
+    (row,) = headline.untuned_rows([SMALL], ladder_names(), stream_us, progress.append, PEERS)
     assert (row.measure, row.sizes["M"], row.peers, row.face) == ("untuned", 3, FP8, "gemm_w4a8")
-    other_names = [name for name in names() if name != row.kernel]
+    other_names = [name for name in ladder_names() if name != row.kernel]
     assert list(headline.untuned_rows([SMALL], other_names, stream_us, progress.append, PEERS)) == []
     assert progress == [f"{SMALL}: untuned"]
 
@@ -243,7 +243,7 @@ def test_w8a8_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
     emulated_gpu.setattr(steps, "W8A8_KERNEL", "gemm_w4a8_lqq_sm90")
     emulated_gpu.setattr(steps, "ALL_TOKENS", (3,))
     assert steps.w8a8_of(["gemm_w4a8_qoq_sm80"]) == []
-    (row,) = steps.layer_rows(SMALL, steps.w8a8_of(names()), {3: FP8}, stream_us, quiet, steps.W8A8)
+    (row,) = steps.layer_rows(SMALL, steps.w8a8_of(ladder_names()), {3: FP8}, stream_us, quiet, steps.W8A8)
     assert (row.measure, row.kernel, row.face, row.peers) == ("w8a8", "gemm_w4a8_lqq_sm90", "", FP8)
 
 
@@ -300,7 +300,7 @@ def test_the_ladder_in_groups_of_64(emulated_gpu: pytest.MonkeyPatch) -> None:
     emulated_gpu.setattr(groups, "streams", lambda: stream_us)
     emulated_gpu.setattr(gemm, "LLAMA", (SMALL,))
     rows = gemm.rows([*registry.specs()], Ceilings(4.6, 4.2), quiet, only=["g64"], peers=PEERS)
-    ladder_steps = [step.spec.name for step in problem.steps_of(names()) if "g" in step.spec.symbols]
+    ladder_steps = [step.spec.name for step in problem.steps_of(ladder_names()) if "g" in step.spec.symbols]
     assert [(row.measure, row.kernel) for row in rows[1:]] == [("gemm", name) for name in ladder_steps]
     assert "gemm_w4a8_lqq_imfp_sm90" in ladder_steps and rows[0].face == "gemm_w4a8"
     assert all(row.sizes == {"M": 3, "N": 128, "K": 256, "g": 64} for row in rows[1:])
@@ -370,7 +370,7 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
     for module, replaced in patches.items():
         for name, replacement in replaced.items():
             emulated_gpu.setattr(module, name, replacement)
-    rows = gemm.rows(names(), Ceilings(4.6, 4.2), quiet, peers=PEERS)
+    rows = gemm.rows(ladder_names(), Ceilings(4.6, 4.2), quiet, peers=PEERS)
     counts = Counter(row.measure for row in rows)
     launched = 2 * (4 + 1 + 1)  # numbers of tokens; three orders and none of sums; the other group, and none, in one
     experts = {"experts": 2, "grouped": 2}
@@ -393,8 +393,8 @@ def test_the_whole_suite_has_every_part(emulated_gpu: pytest.MonkeyPatch) -> Non
         rows = "untuned_rows" if part == "untuned" else "rows"
         emulated_gpu.setattr(module, rows, lambda *_, part=part: [part])
     assert gemm.rows(["gemm_w4a8_lqq_sm90"], Ceilings(4.6, 4.2), quiet) == ["untuned"]
-    assert sorted(map(str, gemm.rows(names(), Ceilings(4.6, 4.2), quiet))) == sorted(parts)
-    assert not {"chain", "quantiser"} & {*map(str, gemm.rows(names(), Ceilings(4.6, 4.2), quiet, matrices=()))}
+    assert sorted(map(str, gemm.rows(ladder_names(), Ceilings(4.6, 4.2), quiet))) == sorted(parts)
+    assert not {"chain", "quantiser"} & {*map(str, gemm.rows(ladder_names(), Ceilings(4.6, 4.2), quiet, matrices=()))}
 
 
 def test_which_matrices_of_other_models_the_sweeps_have() -> None:

@@ -65,7 +65,7 @@ def test_the_sheet_is_what_was_measured(megabytes: float, us: float) -> None:
     assert cost.sheet("h200").stream_us(megabytes * 1e6) == pytest.approx(us, rel=0.03)
 
 
-def test_floor() -> None:
+def test_the_floor_is_the_longer_of_stream_and_peak() -> None:
     assert cost.gemm_floor(12.0, 2 * 16 * 12288 * 4096, "h200") == (12.0, "stream")
     us, limit = cost.gemm_floor(12.0, 2 * 256 * 12288 * 4096, "h200")
     assert limit == "int8" and us == pytest.approx(2 + 2 * 256 * 12288 * 4096 / 1920e6)

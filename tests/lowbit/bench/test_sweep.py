@@ -22,8 +22,8 @@ def spec_of(name: str) -> KernelSpec:
 
 
 @pytest.fixture
-def timed(emulated_gpu: pytest.MonkeyPatch) -> list[float]:
-    """Return the list of microseconds that the next variants take."""
+def variant_times(emulated_gpu: pytest.MonkeyPatch) -> list[float]:
+    """Return a list to fill with the microseconds that the next variants take."""
     times: list[float] = []
 
     def measure(calls: Sequence[Callable[[], None]], **_: Any) -> Measured:
@@ -37,10 +37,10 @@ def timed(emulated_gpu: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.full
-def test_every_combination_of_a_gemm_quickest_first(timed: list[float]) -> None:
-    timed += [10.0, 12.0, 8.0, 9.0]
+def test_every_combination_of_a_gemm_quickest_first(variant_times: list[float]) -> None:
+    variant_times += [10.0, 12.0, 8.0, 9.0]
     variants = sweep.sweep(spec_of("gemm_w4a8_small_sm90"), GEMM, {"STAGES": (4, 12), "RESIDENT": (1, 2)})
-    assert [variant.measured.us for variant in variants] == [8.0, 9.0, 10.0, 12.0] and not timed
+    assert [variant.measured.us for variant in variants] == [8.0, 9.0, 10.0, 12.0] and not variant_times
     assert sorted(tuple(variant.constants.values()) for variant in variants) == [(4, 1), (4, 2), (12, 1), (12, 2)]
     assert [variant.constants for variant in variants if variant.chosen] == [{"STAGES": 12, "RESIDENT": 2}]
     first, chosen_line = list(sweep.lines(variants))[:2]
@@ -52,24 +52,24 @@ def test_every_combination_of_a_gemm_quickest_first(timed: list[float]) -> None:
 
 
 @pytest.mark.full
-def test_what_the_spec_chooses_is_measured_too(timed: list[float]) -> None:
-    timed += [10.0, 11.0]
+def test_what_the_spec_chooses_is_measured_too(variant_times: list[float]) -> None:
+    variant_times += [10.0, 11.0]
     variants = sweep.sweep(spec_of("attention_kv4_sm90"), BATCH, {"TOKENS": (32,)})
     assert [(variant.constants["TOKENS"], variant.chosen) for variant in variants] == [(16, True), (32, False)]
 
 
 @pytest.mark.full
-def test_a_variant_that_cannot_run_says_why(timed: list[float]) -> None:
+def test_a_variant_that_cannot_run_says_why(variant_times: list[float]) -> None:
     """It has more stages than fit, and is not measured."""
-    timed += [10.0]
+    variant_times += [10.0]
     variants = sweep.sweep(spec_of("attention_kv4_sm90"), BATCH, {"WARPS": (3,)})
     assert variants[0].chosen and variants[1].measured is None and "static assertion" in variants[1].why_not
     assert list(sweep.lines(variants))[1][1:3] == ["-", "-"]
 
 
 @pytest.mark.full
-def test_wrong_results_stop_the_sweep(timed: list[float], emulated_gpu: pytest.MonkeyPatch) -> None:
-    timed += [10.0]
+def test_wrong_results_stop_the_sweep(variant_times: list[float], emulated_gpu: pytest.MonkeyPatch) -> None:
+    variant_times += [10.0]
     emulated_gpu.setattr(problem, "expected_bits", lambda spec, logical: np.zeros((2, 128), np.uint16))
     with pytest.raises(BenchmarkError, match="the timed launches gave wrong results"):
         sweep.sweep(spec_of("gemm_w4a8_small_sm90"), GEMM, {})

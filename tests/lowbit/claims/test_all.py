@@ -38,7 +38,7 @@ def all_claims() -> list[Claim]:
     "quantize_activations_s8.cu, a step of its loop",
 )
 @pytest.mark.parametrize("subject", [*KERNELS, *LOOPS, *OTHERS])
-def test_decided_as_claimed(subject: str) -> None:
+def test_every_quick_claim_is_decided_as_expected(subject: str) -> None:
     candidates = claims_of(*registry.find(subject.partition(".")[0])) if subject in KERNELS else all_claims()
     for claim in (claim for claim in candidates if claim.subject == subject and claim.quick):
         decision = decide(claim)

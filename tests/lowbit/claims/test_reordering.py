@@ -52,7 +52,7 @@ def queries(claim: str, code: int, text: str) -> Iterator[Query]:
         ("sends", 0, r"(ld.global[.\w]*.v4.u32 .*)\+16\];", r"\1];"),
     ],
 )
-def test_a_mistake_is_refuted(claim: str, code: int, old: str, new: str) -> None:
+def test_a_mistake_in_the_code_is_refuted(claim: str, code: int, old: str, new: str) -> None:
     changed, count = re.subn(old, new, compile_ptx(code), count=1)
     assert count == 1
     assert any(ask(query).verdict == "refuted" for query in queries(claim, code, changed))

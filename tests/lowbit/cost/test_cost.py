@@ -98,7 +98,7 @@ def test_what_weights_per_channel_gain() -> None:
     assert gains == [1.02, 1.02, 1.02, 1.02, 1.05, 1.03, 1.03]
 
 
-def test_units() -> None:
+def test_costs_are_in_microseconds() -> None:
     costs = gemm_cost(ROUND, NIBBLE, 10, 1000, 2000, alpha=0.64)
     assert costs.load_us == pytest.approx(1e6 / 1e12 * 1e6), "half a byte per weight"
     assert costs.dequantise_us == pytest.approx(2e6 * 0.64 / 1.28e12 * 1e6)

@@ -11,7 +11,7 @@ from ptxlab.lowbit.cost.published import FIGURES, PublishedFigure, instructions_
 
 
 def over_int8(gpu: str, scheme: str, M: int = 4096) -> tuple[float, float]:
-    """Compute the speed over W8A8 at INT8's peak, in turn and overlapped."""
+    """Compute the speed relative to W8A8 at INT8's peak: (in turn, overlapped)."""
     costs = []
     for name in ("W8A8", scheme):
         counted = counts.loop_counts(SCHEMES[name], device(gpu).arch)
@@ -53,7 +53,7 @@ def test_at_the_transition_loading_takes_as_long_as_multiplying(name: str) -> No
     assert costs.load_us == pytest.approx(costs.multiply_us, rel=0.02)
 
 
-def test_the_error_is_from_the_nearer_end() -> None:
+def test_the_error_is_from_the_nearer_end_of_a_published_range() -> None:
     (within,) = predictions(lambda *_: LoopCounts({}), [PublishedFigure("x", "a100", "W4A4", 4096, 1000, 1300)])
     assert within.in_turn == pytest.approx(1248) and within.error == 0
 
@@ -95,7 +95,7 @@ def test_the_a100_converts_on_a_slow_pipe_and_adds_on_a_narrow_one() -> None:
     assert LANES_PER_CLOCK["sm_80"]["fma"] == LANES_PER_CLOCK["sm_86"]["fma"] / 2
 
 
-def test_what_apex4_would_need() -> None:
+def test_instructions_per_sum_that_apex4_implies() -> None:
     a100, rtx3090 = (instructions_per_sum(figure, counts.loop_counts) for figure in (FIGURES[6], FIGURES[5]))
     ours = sum(counts.load_mma_loops()["archs"]["sm_80"]["per_sum"].values())
     assert (a100, rtx3090, ours) == (

@@ -72,7 +72,7 @@ def test_what_is_drawn_is_around_the_lane() -> None:
     assert "rows 32-63 of 64" in page and ">127.r0</text>" in page
 
 
-def test_in_words() -> None:
+def test_a_map_is_printed_in_words() -> None:
     assert repr(who_holds("mma.m16n8k32.b", 5)).splitlines()[1:] == [
         "lane 5, r0: (7, 1) (6, 1) (5, 1) (4, 1)",
         "lane 5, r1: (23, 1) (22, 1) (21, 1) (20, 1)",

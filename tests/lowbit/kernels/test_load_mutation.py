@@ -126,7 +126,7 @@ def test_every_missing_step_is_found_early_and_late(mutant: Mutant) -> None:
         ),
     ],
 )
-def test_what_the_message_says(kernel: str, removed: str, named: str) -> None:
+def test_messages_of_missing_steps(kernel: str, removed: str, named: str) -> None:
     mutant = next(m for m in MUTANTS if m.kernel == kernel and m.removed.startswith(removed))
     assert re.match(named, diagnosis(mutant, "early")[0])
 

@@ -252,7 +252,7 @@ def test_a_repeat_call_in_a_capture_is_told_what_lacks(calls: Calls, fake: FakeG
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_calls_with_results_and_without_share_a_kernel(calls: Calls, fake: FakeGpu, name: str) -> None:
+def test_calls_with_and_without_out_share_a_kernel(calls: Calls, fake: FakeGpu, name: str) -> None:
     call, arguments = calls[name]
     call(**arguments)
     loads = fake.loads

@@ -45,7 +45,7 @@ def test_a_wait_that_comes_late_is_found(mode: str, split: int) -> None:
         assert "of argument 3 " in finding.message and finding.message.endswith(ending)
 
 
-def test_only_what_waits_is_launched_so(fake: FakeGpu) -> None:
+def test_only_kernels_that_wait_are_launched_programmatically(fake: FakeGpu) -> None:
     weight = quant.quantize_lqq(RNG.standard_normal((40, 256), dtype=np.float32), group=64)
     x = RNG.integers(-128, 128, (5, 256), dtype=np.int8)
     names = r"gemm_w4a8_sm90, gemm_w4a8_small_sm90"

@@ -35,7 +35,7 @@ def assert_same(a: AtomRows, b: AtomRows) -> None:
     group=st.sampled_from(quant.ATOM_GROUPS),
     outliers=st.sampled_from(quant.ATOM_OUTLIERS),
 )
-def test_they_come_back(R: int, groups: int, group: int, outliers: int) -> None:
+def test_pack_and_unpack_of_operands(R: int, groups: int, group: int, outliers: int) -> None:
     x = RNG.standard_normal((8 * R, groups * group + outliers), dtype=np.float32)
     x = x[:, RNG.permutation(x.shape[1])]  # in another order columns are contiguous
     weight, tokens = quant.quantize_atom_weight(x, group, outliers), quant.quantize_atom_activations(x, group, outliers)
@@ -107,7 +107,7 @@ def test_activations_that_do_not_fit_together(change: dict[str, Any], message: s
         replace(X, **change)
 
 
-def test_only_what_it_is_for() -> None:
+def test_other_operands_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"weight: must be AtomRows .*\(got ndarray\)"):
         layout.pack_atom(np.ones((8, 128)))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"x: must be AtomRows .*\(got AtomWeight\)"):

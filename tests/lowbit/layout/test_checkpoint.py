@@ -123,7 +123,7 @@ def test_write_takes_strided_arrays(tmp_path):
         ([("bytes", WRITTEN["bytes"])], "announced and not given: doubles, scalar, halves, empty"),
     ],
 )
-def test_contents_that_break_their_word_leave_nothing(tmp_path, contents, message):
+def test_contents_unlike_their_description_leave_no_file(tmp_path, contents, message):
     with pytest.raises(ValueError, match=message):
         write_checkpoint(tmp_path / "new", ANNOUNCED, contents, {})
     assert list(tmp_path.iterdir()) == []

@@ -28,7 +28,7 @@ def assert_same(a: BlockRows, b: BlockRows) -> None:
 
 @pytest.mark.full
 @given(R=st.integers(1, 5), blocks=st.integers(1, 9), data=st.data())
-def test_they_come_back(R: int, blocks: int, data: st.DataObject) -> None:
+def test_pack_and_unpack_of_operands(R: int, blocks: int, data: st.DataObject) -> None:
     int8 = data.draw(st.integers(0, blocks))
     x = RNG.standard_normal((8 * R, blocks * 128), dtype=np.float32)
     x = x[:, RNG.permutation(x.shape[1])]  # in another order columns are contiguous
@@ -89,7 +89,7 @@ def test_activations_that_do_not_fit_together(change: dict[str, Any], message: s
         replace(X, **change)
 
 
-def test_only_what_it_is_for() -> None:
+def test_other_operands_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"weight: must be BlockRows .*\(got ndarray\)"):
         layout.pack_block_weight(np.ones((8, 128)), 0)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"weight: must be INT4 throughout .*\(got int8=1\)"):

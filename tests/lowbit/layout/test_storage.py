@@ -18,7 +18,8 @@ WEIGHT = random_weight(KINDS[0], 24, 192, 64, 0)
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved_file(tmp_path: Path) -> Path:
+    """Save a packed weight, and return its file."""
     save(pack(WEIGHT, "dual_mma"), tmp_path / "w.safetensors")
     return tmp_path / "w.safetensors"
 
@@ -66,16 +67,16 @@ def test_a_protective_range_of_numpy_is_saved(tmp_path: Path) -> None:
     assert load(tmp_path / "w").protective_range == 120
 
 
-def test_the_file_is_plain_safetensors(saved: Path) -> None:
-    arrays = load_file(saved)
+def test_the_file_is_plain_safetensors(saved_file: Path) -> None:
+    arrays = load_file(saved_file)
     packed = pack(WEIGHT, "dual_mma")
     assert set(arrays) == {"weight.blocks", "weight.channel_scale"}
     np.testing.assert_array_equal(arrays["weight.blocks"], packed.buffers["blocks"], strict=True)
 
 
-def test_an_unknown_name_lists_those_known(saved: Path) -> None:
+def test_an_unknown_name_lists_those_known(saved_file: Path) -> None:
     with pytest.raises(ArgumentError, match=r"name: must be one of the 1 packed weights of .*: weight \(got up\)"):
-        load(saved, "up")
+        load(saved_file, "up")
 
 
 def test_a_missing_file_and_a_missing_folder(tmp_path: Path) -> None:
@@ -116,17 +117,17 @@ def test_a_group_that_overflows_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 7, 100, -1])
-def test_a_truncated_file(saved: Path, length: int) -> None:
-    saved.write_bytes(saved.read_bytes()[:length])
+def test_a_truncated_file(saved_file: Path, length: int) -> None:
+    saved_file.write_bytes(saved_file.read_bytes()[:length])
     with pytest.raises(FileError, match="not a readable safetensors file") as error:
-        load(saved)
+        load(saved_file)
     assert "\n" not in str(error.value)
 
 
-def test_another_version(saved: Path) -> None:
-    rewrite_description(saved, lambda d: d.update(version=VERSION + 1))
+def test_another_version(saved_file: Path) -> None:
+    rewrite_description(saved_file, lambda d: d.update(version=VERSION + 1))
     with pytest.raises(FileError, match=rf"format version must be {VERSION} \(got {VERSION + 1}\)"):
-        load(saved)
+        load(saved_file)
 
 
 @pytest.mark.parametrize(
@@ -147,39 +148,39 @@ def test_another_version(saved: Path) -> None:
         ({"layout": "row_major", "arch": "sm_80"}, r"weight.qweight must be U32 \[24, 24\] \(got no such tensor\)"),
     ],
 )
-def test_a_header_that_does_not_fit(saved: Path, changes: dict, message: str) -> None:
-    rewrite_description(saved, lambda d: d["weights"]["weight"].update(changes))
+def test_a_header_that_does_not_fit(saved_file: Path, changes: dict, message: str) -> None:
+    rewrite_description(saved_file, lambda d: d["weights"]["weight"].update(changes))
     with pytest.raises(FileError, match=message) as error:
-        load(saved)
-    assert str(error.value).startswith(f"{saved}: ") and "\n" not in str(error.value)
+        load(saved_file)
+    assert str(error.value).startswith(f"{saved_file}: ") and "\n" not in str(error.value)
 
 
-def test_a_header_that_says_more(saved: Path) -> None:
-    rewrite_description(saved, lambda d: d["weights"]["weight"].update(comment="added by a later ptxlab"))
-    assert_equal(unpack(load(saved)), WEIGHT)
+def test_a_header_that_says_more(saved_file: Path) -> None:
+    rewrite_description(saved_file, lambda d: d["weights"]["weight"].update(comment="added by a later ptxlab"))
+    assert_equal(unpack(load(saved_file)), WEIGHT)
 
 
 @pytest.mark.parametrize("weights", [None, [], {"weight": 3}])
-def test_a_header_without_weights(saved: Path, weights: object) -> None:
-    rewrite_description(saved, lambda d: d.update(weights=weights))
+def test_a_header_without_weights(saved_file: Path, weights: object) -> None:
+    rewrite_description(saved_file, lambda d: d.update(weights=weights))
     with pytest.raises(FileError, match="damaged header"):
-        load(saved)
+        load(saved_file)
 
 
-def test_a_buffer_of_another_dtype_or_name(saved: Path) -> None:
-    original_bytes = saved.read_bytes()
-    rewrite(saved, lambda header: header["weight.blocks"].update(dtype="I8"))
+def test_a_buffer_of_another_dtype_or_name(saved_file: Path) -> None:
+    original_bytes = saved_file.read_bytes()
+    rewrite(saved_file, lambda header: header["weight.blocks"].update(dtype="I8"))
     with pytest.raises(FileError, match=r"weight.blocks must be U8 .* \(got I8 "):
-        load(saved)
-    saved.write_bytes(original_bytes)
-    rewrite(saved, lambda header: header.update(other=header.pop("weight.channel_scale")))
+        load(saved_file)
+    saved_file.write_bytes(original_bytes)
+    rewrite(saved_file, lambda header: header.update(other=header.pop("weight.channel_scale")))
     with pytest.raises(FileError, match=r"weight.channel_scale must be F32 \[24\] \(got no such tensor\)"):
-        load(saved)
+        load(saved_file)
 
 
-def test_nothing_is_left_behind_when_writing_fails(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original_bytes = saved.read_bytes()
+def test_nothing_is_left_behind_when_writing_fails(saved_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original_bytes = saved_file.read_bytes()
     monkeypatch.setattr("ptxlab.lowbit.layout.storage.contents", lambda name, packed: iter([]))
     with pytest.raises(ValueError, match="announced and not given"):
-        save(pack(WEIGHT, "comet"), saved)
-    assert saved.read_bytes() == original_bytes and list(saved.parent.iterdir()) == [saved]
+        save(pack(WEIGHT, "comet"), saved_file)
+    assert saved_file.read_bytes() == original_bytes and list(saved_file.parent.iterdir()) == [saved_file]

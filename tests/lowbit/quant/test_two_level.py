@@ -129,7 +129,7 @@ def relative_error(weight, w):
     return float(np.linalg.norm(weight.dequantize() - w) / np.linalg.norm(w))
 
 
-def in_4_bits(symmetric, size):
+def weights_on_16_levels(symmetric, size):
     """Make weights [64, 512] as files hold them, on 16 levels of float scales.
 
     The levels are -8 to 7 times a scale, or begin at any float.
@@ -148,7 +148,7 @@ def in_4_bits(symmetric, size):
 @pytest.mark.parametrize("size", [32, 64, 128])
 @pytest.mark.parametrize("symmetric", [False, True], ids=["affine", "symmetric"])
 def test_weights_that_were_in_4_bits_keep_more_by_their_levels(symmetric, size):
-    w = in_4_bits(symmetric, size)
+    w = weights_on_16_levels(symmetric, size)
     levels, search = (relative_error(quantize_lqq(w, 32, rounding=rounding), w) for rounding in ("levels", "search"))
     assert levels < 0.045 and levels < (0.6 if size == 32 else 0.9) * search
 

@@ -84,7 +84,7 @@ def test_near_the_exact_sum(case: Case) -> None:
         ([(2.0**-24, 2.0**-24)], 2.0**-54, 2.0**-48),  # subnormals have that of 2^-14
     ],
 )
-def test_what_is_cut_off(products: list[tuple[float, float]], c: float, expected: float) -> None:
+def test_bits_that_the_model_cuts_off(products: list[tuple[float, float]], c: float, expected: float) -> None:
     a, b = np.zeros((1, 16), np.float16), np.zeros((16, 1), np.float16)
     for k, (x, y) in enumerate(products):
         a[0, k], b[k, 0] = x, y

@@ -348,7 +348,7 @@ def test_what_a_call_has_left_is_found_if_asked_for(fake: FakeGpu) -> None:
         ptxlab.attention_kv4(q, cache, workspace=workspace)
 
 
-def test_a_capture_is_told_what_to_do_before_it(fake: FakeGpu) -> None:
+def test_an_error_in_a_capture_says_what_to_prepare_before_it(fake: FakeGpu) -> None:
     q, cache, out = to_device_array(Q), on_device(CACHE), to_device_array(np.zeros_like(Q))
     workspace, fake.capturing = ptxlab.attention_workspace(cache), True
     for options, message in (

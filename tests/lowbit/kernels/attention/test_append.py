@@ -23,17 +23,17 @@ from tests.support.append_problems import (
     ON_GPU,
     RNG,
     Problem,
-    any_constants,
-    beyond_the_levels,
+    draw_beyond_the_levels,
+    draw_rotated_ties,
+    draw_rotations,
+    draw_scales,
+    draw_ties,
+    extreme_constants_problem,
     gaussian_kv,
-    huge_quotients,
+    huge_quotients_problem,
     make_problem,
-    next_to_ties,
+    near_ties_problem,
     replace_in_source,
-    rotated_to_ties,
-    rotations,
-    scales,
-    ties,
 )
 from tests.support.strategies import floats
 
@@ -66,7 +66,7 @@ def problems(draw: st.DrawFn, tokens: int, heads: int) -> Problem:
     if draw(st.booleans()):
         k, v = (np.ldexp(np.frexp(x.astype(np.float32))[0], 3).astype(dtype) for x in (k, v))
     k, v = (np.where(np.abs(np.float32(x)).max(axis=-1, keepdims=True) < MOST, x, np.zeros_like(x)) for x in (k, v))
-    rope = rotations(shape[0], shape[2], index, draw(st.booleans())) if draw(st.booleans()) else None
+    rope = draw_rotations(shape[0], shape[2], index, draw(st.booleans())) if draw(st.booleans()) else None
     scheme, page_size = draw(st.sampled_from(sorted(KV_SCHEMES))), draw(st.sampled_from(PAGE_SIZES))
     return make_problem(k, v, scheme, page_size, index=index, rope=rope)
 
@@ -94,7 +94,7 @@ def test_every_byte_on_the_gpu(problem: Problem) -> None:
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
 def test_every_scheme_head_dim_and_page_size(scheme: str, D: int, backend: str) -> None:
     for page_size, dtype in zip(PAGE_SIZES, (*DTYPES, DTYPES[0]), strict=True):
-        rope = rotations(21, D, np.int32, positions=page_size == 16)
+        rope = draw_rotations(21, D, np.int32, positions=page_size == 16)
         make_problem(*gaussian_kv(21, 3, D, dtype), scheme, page_size, pages=3, rope=rope).check(backend)
 
 
@@ -112,7 +112,7 @@ def test_the_first_and_last_slots_of_pages(scheme: str, size: int, backend: str)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 1), (2, 40), (64, 8), (7, 33)])
 def test_more_heads_than_a_block_has_and_fewer(tokens: int, heads: int, backend: str) -> None:
-    make_problem(*gaussian_kv(tokens, heads, 128), "kv4", 64, rope=rotations(tokens, 128, np.int32, True)).check(
+    make_problem(*gaussian_kv(tokens, heads, 128), "kv4", 64, rope=draw_rotations(tokens, 128, np.int32, True)).check(
         backend
     )
 
@@ -124,7 +124,7 @@ def test_rows_that_a_thread_keeps(rows: int, scheme: str) -> None:
     """Heads of each size take turns."""
     D = HEAD_DIMS[(rows // 2 + list(KV_SCHEMES).index(scheme)) % len(HEAD_DIMS)]
     for T in (1, 5, 8):
-        problem = make_problem(*gaussian_kv(T, 3, D), scheme, 16, rope=rotations(T, D, np.int32, False))
+        problem = make_problem(*gaussian_kv(T, 3, D), scheme, 16, rope=draw_rotations(T, D, np.int32, False))
         pool, outcome = problem.run(rows=rows)
         assert np.array_equal(pool, problem.expected_pool) and outcome.findings == ()
 
@@ -137,23 +137,25 @@ def test_quotients_are_those_of_an_ieee_division(scheme: str, dtype: np.dtype, b
     """Two parts of a reciprocal must round like a division does, and a rotation like its single operations."""
     rows, bits = 128 if backend == "emulator" else 8192, KV_SCHEMES[scheme].bits
     exact = max(1, {DTYPES[0]: 11, DTYPES[1]: 8}[dtype] - bits)
-    k, v = (ties(scales(rows, exact), 64, bits).astype(dtype)[:, None] for _ in "kv")
+    k, v = (draw_ties(draw_scales(rows, exact), 64, bits).astype(dtype)[:, None] for _ in "kv")
     make_problem(k, v, scheme, 16).check(backend)
-    x, rope = rotated_to_ties(rows, bits)
+    x, rope = draw_rotated_ties(rows, bits)
     make_problem(x, x, scheme, 16, rope=rope).check(backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scheme", ["kv4", "kv8"])
 def test_levels_are_clipped(scheme: str, backend: str) -> None:
-    x = beyond_the_levels(60, KV_SCHEMES[scheme].bits)
+    x = draw_beyond_the_levels(60, KV_SCHEMES[scheme].bits)
     make_problem(x, np.abs(x), scheme, 16).check(backend)
 
 
 @pytest.mark.default_cases("of any size-kv8_channel-emulator", "with infinite quotients-kv8_channel-emulator")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scheme", ["kv4_channel", "kv8_channel"])
-@pytest.mark.parametrize("drawn", [any_constants, huge_quotients], ids=["of any size", "with infinite quotients"])
+@pytest.mark.parametrize(
+    "drawn", [extreme_constants_problem, huge_quotients_problem], ids=["of any size", "with infinite quotients"]
+)
 def test_constants_by_channel(drawn: Callable[[str], Problem], scheme: str, backend: str) -> None:
     drawn(scheme).check(backend)
 
@@ -162,7 +164,7 @@ def test_constants_by_channel(drawn: Callable[[str], Problem], scheme: str, back
 def test_what_padding_brings_does_not_matter() -> None:
     """Its positions may even lie outside the tables, where a stray read would show."""
     k, v = gaussian_kv(8, 2, 64)
-    problem = make_problem(k, v, "kv4", 16, rope=rotations(8, 64, np.int32, True))
+    problem = make_problem(k, v, "kv4", 16, rope=draw_rotations(8, 64, np.int32, True))
     padding = problem.slots < 0
     assert padding.sum() == 2
     k[padding], problem.rope[2][padding] = np.nan, 2**31 - 1
@@ -176,7 +178,7 @@ def test_what_padding_brings_does_not_matter() -> None:
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 1e38])
 def test_tokens_that_no_host_lets_through_show_in_their_scale(wrong: float, rope: bool) -> None:
     k, v = gaussian_kv(5, 2, 64, DTYPES[1])
-    problem = make_problem(k, v, "kv4", 16, pages=1, rope=rotations(5, 64, np.int32, False) if rope else None)
+    problem = make_problem(k, v, "kv4", 16, pages=1, rope=draw_rotations(5, 64, np.int32, False) if rope else None)
     problem = replace(problem, slots=np.arange(5, dtype=np.int32))
     expected_pool = problem.expected_pool
     v[0, 1, 60] = k[2, 0, 5] = wrong
@@ -194,7 +196,7 @@ def test_tokens_that_no_host_lets_through_show_in_their_scale(wrong: float, rope
 @pytest.mark.parametrize("scheme", ["kv4_channel", "kv8_channel"])
 def test_quotients_by_channel_are_those_of_an_ieee_division(scheme: str, backend: str) -> None:
     for tiny in (False, True):
-        next_to_ties(scheme, tiny, 64 if backend == "emulator" else 4096).check(backend)
+        near_ties_problem(scheme, tiny, 64 if backend == "emulator" else 4096).check(backend)
 
 
 def close_calls(rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -277,10 +279,10 @@ def test_a_changed_kernel_is_noticed(change: str) -> None:
 
 def battery() -> list[Problem]:
     """Make problems of which a wrong kernel fails at least one."""
-    x = ties(scales(64, 7), 64, 4).astype(np.float16)[:, None]
-    turned, rope = rotated_to_ties(128, 4)
-    beyond = beyond_the_levels(40, 4)
-    padded = make_problem(*gaussian_kv(9, 3, 64), "kv4", 16, rope=rotations(9, 64, np.int32, True))
+    x = draw_ties(draw_scales(64, 7), 64, 4).astype(np.float16)[:, None]
+    turned, rope = draw_rotated_ties(128, 4)
+    beyond = draw_beyond_the_levels(40, 4)
+    padded = make_problem(*gaussian_kv(9, 3, 64), "kv4", 16, rope=draw_rotations(9, 64, np.int32, True))
     padded.rope[2][padded.slots < 0] = 2**31 - 1
     full = make_problem(*gaussian_kv(9, 3, 64), "kv4", 16, pages=1)
     full = replace(full, slots=np.arange(9, dtype=np.int32) + 7)
@@ -288,10 +290,10 @@ def battery() -> list[Problem]:
         make_problem(x, np.abs(x), "kv4", 16),
         make_problem(beyond, beyond, "kv4", 16),
         make_problem(turned, turned, "kv4", 16, rope=rope),
-        any_constants("kv4_channel"),
-        huge_quotients("kv4_channel"),
-        next_to_ties("kv4_channel", tiny=False),
-        next_to_ties("kv4_channel", tiny=True),
+        extreme_constants_problem("kv4_channel"),
+        huge_quotients_problem("kv4_channel"),
+        near_ties_problem("kv4_channel", tiny=False),
+        near_ties_problem("kv4_channel", tiny=True),
         padded,
         full,
     ]

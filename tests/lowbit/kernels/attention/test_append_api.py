@@ -38,7 +38,7 @@ def expected_pool(rope: Any = None, slots: np.ndarray = SLOTS, scheme: str = "kv
     return Problem(K, V, new_cache(scheme), slots, rope).expected_pool
 
 
-def apart(x: np.ndarray, pitch: int) -> np.ndarray:
+def view_with_pitch(x: np.ndarray, pitch: int) -> np.ndarray:
     """View rows that lie `pitch` elements apart, with NaN between them."""
     rows = np.full((len(x), pitch), np.nan, x.dtype)
     rows[:, : x[0].size] = x.reshape(len(x), -1)
@@ -69,7 +69,7 @@ def test_on_the_host_and_on_the_device(fake: FakeGpu, rope: Any, index: Any, sch
 
 @pytest.mark.parametrize("view", ["a QKV projection's", "of any pitch"])
 def test_tokens_may_lie_apart(fake: FakeGpu, view: str) -> None:
-    k, v = apart(K, 136), apart(V, 512)
+    k, v = view_with_pitch(K, 136), view_with_pitch(V, 512)
     if view != "of any pitch":
         qkv = np.concatenate([K, K, V], axis=1)
         k, v = qkv[:, 2:4], qkv[:, 4:]
@@ -178,7 +178,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"append_kv4: v: rows of 128 elements must .* \(got 0 elements\)",
     ),
     (
-        {"k": apart(K, 129)},
+        {"k": view_with_pitch(K, 129)},
         r"append_kv4: k: rows of 128 .* a multiple of 16 bytes \(got 129 elements\)",
     ),
     (

@@ -57,7 +57,7 @@ def test_every_fault_is_refused_by_results_and_by_logarithms_alone(data: kvdata.
         for expected_array, allowed in zip(right, with_error.values(), strict=True)
     )
     for fault in faults.FAULTS:
-        expected = exact(of.with_other_last_tokens()) if fault is faults.last_token_lost else right
+        expected = exact(of.replace_last_tokens()) if fault is faults.drop_last_token else right
         for got, expected_array, (name, allowed) in zip(
             exact(fault(of, rng)), expected, with_error.items(), strict=True
         ):
@@ -212,8 +212,8 @@ def test_every_fault_is_refused_at_131072_tokens(
     def results_for(draws: faults.Draws) -> dict[str, Any]:
         return dict(zip(allowed, exact(draws), strict=True))
 
-    right, other_results = results_for(of.unchanged_draws(1)), results_for(of.with_other_last_tokens())
-    for draws, expected in ((of.unchanged_draws(3), right), (of.with_other_last_tokens(), other_results)):
+    right, other_results = results_for(of.unchanged_draws(1)), results_for(of.replace_last_tokens())
+    for draws, expected in ((of.unchanged_draws(3), right), (of.replace_last_tokens(), other_results)):
         actual = launch(draws)
         problem = describe_mismatch(actual, expected, allowed)
         assert problem is None, problem
@@ -232,7 +232,7 @@ def test_every_fault_is_refused_at_131072_tokens(
         shown = ", ".join(f"{figure} {number:.2e}" for figure, number in measured.items())
         print(f"\n{data.__name__} {heads[0]}/{heads[1]} {name} (RMS {size:.2e}): error {shown}")
     for fault in faults.FAULTS:
-        expected, actual = other_results if fault is faults.last_token_lost else right, launch(fault(of, rng))
+        expected, actual = other_results if fault is faults.drop_last_token else right, launch(fault(of, rng))
         for name in allowed:
             by_name = misses_bound(actual[name], expected[name], allowed[name])
             assert bool(by_name.all()), f"{fault.__name__}: {int(by_name.sum())} of {len(by_name)} refused by {name}"

@@ -36,7 +36,7 @@ ON_HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, re
 PLAIN, OF_SMALL_PAGES = HOPPER[:2]
 
 
-def by_kernel(arrays: Arrays, sizes: dict[str, Any], config: dict[str, int], backend: str) -> Any:
+def run_kernel(arrays: Arrays, sizes: dict[str, Any], config: dict[str, int], backend: str) -> Any:
     """Run the kernel, and return (out, lse) as it writes them."""
     outputs = run_spec(
         SM90, sources_of_kernel(SM90.name)[0], arrays, sizes=sizes, config=config, backend=backend
@@ -44,7 +44,7 @@ def by_kernel(arrays: Arrays, sizes: dict[str, Any], config: dict[str, int], bac
     return outputs["out"], outputs["lse"]
 
 
-def by_oracle(
+def run_oracle(
     logical: Arrays, arrays: Arrays, config: dict[str, int], arithmetic: exact.Arithmetic | None = None
 ) -> tuple[Any, Any]:
     """Compute (out, lse) by the bit-exact oracle."""
@@ -56,7 +56,7 @@ def assert_emulator_equals_oracle(
     variant: Variant, logical: Arrays, arrays: Arrays, mode: str = "early", **constants: int
 ) -> None:
     right = variant.run(logical, arrays, mode=mode, constants=constants).outputs
-    actual = by_oracle(logical, arrays, {**variant.config, **constants})
+    actual = run_oracle(logical, arrays, {**variant.config, **constants})
     assert difference(actual, (right["out"], right["lse"]), bool(variant.BF16)) == ""
 
 
@@ -66,8 +66,8 @@ def test_equal_at_the_spec_s_examples(sizes: dict[str, Any]) -> None:
     logical, config = SM90.example(np.random.default_rng(3), **sizes), SM90.config_for(sizes)
     arrays = {**SM90.pack(logical), "q": convert_to_dtype(logical["q"], "float16")}
     extra_sizes = {name: sizes[name] for name in ("page", "bits", "channel", "window", "blocks", "softmax_scale")}
-    right = by_kernel(arrays, extra_sizes, config, "emulator")
-    assert difference(by_oracle(logical, arrays, config), right) == ""
+    right = run_kernel(arrays, extra_sizes, config, "emulator")
+    assert difference(run_oracle(logical, arrays, config), right) == ""
 
 
 @pytest.mark.full
@@ -91,12 +91,12 @@ def test_the_same_bits_for_a_sequence_in_any_batch(variant: Variant, blocks: int
     arrays = {**INVARIANT.pack(logical), "q": convert_to_dtype(logical["q"], variant.dtype)}
     sizes = variant.sizes(logical["window"], blocks)
     outcome = run_spec(INVARIANT, variant.source, arrays, sizes=sizes, config=config, backend="emulator", checks=CHECKS)
-    right = by_oracle(logical, arrays, config)
+    right = run_oracle(logical, arrays, config)
     bf16 = bool(variant.BF16)
     assert difference((outcome.outputs["out"], outcome.outputs["lse"]), right, bf16) == "" and outcome.findings == ()
     compare(INVARIANT, outcome.outputs, logical, config)
     alone = replace(logical["cache"], block_table=logical["cache"].block_table[3:4], lengths=np.array([129], np.int32))
-    one = by_oracle({**logical, "cache": alone}, {**arrays, "q": arrays["q"][3:4]}, config)
+    one = run_oracle({**logical, "cache": alone}, {**arrays, "q": arrays["q"][3:4]}, config)
     assert difference(one, tuple(array[3:4] for array in right), bf16) == ""
 
 
@@ -114,7 +114,7 @@ def test_the_same_bits_of_more_parts_than_a_unit_may_have(blocks: int) -> None:
     arrays = {**INVARIANT.pack(logical), "q": logical["q"].astype(np.float16)}
     config = {**PLAIN.config, "PART": 1, "MOST_PARTS": sm90.MOST_PARTS}
     outcome = run_spec(INVARIANT, PLAIN.source, arrays, sizes=PLAIN.sizes(0, blocks), config=config, backend="emulator")
-    assert difference((outcome.outputs["out"], outcome.outputs["lse"]), by_oracle(logical, arrays, config)) == ""
+    assert difference((outcome.outputs["out"], outcome.outputs["lse"]), run_oracle(logical, arrays, config)) == ""
 
 
 @pytest.mark.default_cases("one_dominant_score")
@@ -144,9 +144,9 @@ def test_equal_where_tensor_cores_truncate(variant: Variant, monkeypatch: pytest
     """The operands that an MMA gets matter now, not only the numbers that they stand for."""
     tensor_cores.patch_emulator(hopper_mma, monkeypatch)
     logical, arrays = variant.problem(0, (300, 65), blocks=2)
-    right = by_kernel(arrays, variant.sizes(0, 2), variant.config, "emulator")
-    assert difference(by_oracle(logical, arrays, variant.config, exact.TRUNCATING), right) == ""
-    assert difference(by_oracle(logical, arrays, variant.config), right) != ""
+    right = run_kernel(arrays, variant.sizes(0, 2), variant.config, "emulator")
+    assert difference(run_oracle(logical, arrays, variant.config, exact.TRUNCATING), right) == ""
+    assert difference(run_oracle(logical, arrays, variant.config), right) != ""
 
 
 @pytest.mark.full
@@ -220,25 +220,26 @@ def test_constants_of_other_arrays_are_refused(name: str, number: int) -> None:
         exact.attention(arrays["q"], logical["cache"], softmax_scale=1.0, blocks=1, config=config)
 
 
-def neighbours_page(cache: KVCache) -> KVCache:
+def repeat_page(cache: KVCache) -> KVCache:
     """Read the second page twice, and never the third."""
     table = cache.block_table.copy()
     table[0, 2] = table[0, 1]
     return replace(cache, block_table=table)
 
 
-def skipped_page(cache: KVCache) -> KVCache:
+def skip_page(cache: KVCache) -> KVCache:
     """Skip the second page: later pages move up, and the length shrinks by a page."""
     table = cache.block_table.copy()
     table[0, 1:-1] = cache.block_table[0, 2:]
     return replace(cache, block_table=table, lengths=cache.lengths - cache.page_size)
 
 
-def without_the_last_token(cache: KVCache) -> KVCache:
+def drop_last_token(cache: KVCache) -> KVCache:
+    """Shorten the sequence by its last token."""
     return replace(cache, lengths=cache.lengths - 1)
 
 
-def swapped_nibbles(cache: KVCache) -> KVCache:
+def swap_nibbles(cache: KVCache) -> KVCache:
     """Swap the nibbles of the second page's first keys and values."""
     pool, page = cache.pool.copy(), int(cache.block_table[0, 1])
     nibbles = pool[page, :, :, :16]
@@ -246,16 +247,16 @@ def swapped_nibbles(cache: KVCache) -> KVCache:
     return replace(cache, pool=pool)
 
 
-FAULTS = (neighbours_page, skipped_page, without_the_last_token, swapped_nibbles)
+FAULTS = (repeat_page, skip_page, drop_last_token, swap_nibbles)
 every_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 
 
 @pytest.mark.smoke
 @every_fault
-def test_a_fault_shows(fault: Callable[[KVCache], KVCache]) -> None:
+def test_the_oracle_tells_a_fault_from_the_right_bits(fault: Callable[[KVCache], KVCache]) -> None:
     logical, arrays = PLAIN.problem(1, (5000,), Hkv=2, blocks=20)
-    wrong = by_oracle({**logical, "cache": fault(logical["cache"])}, arrays, PLAIN.config)
-    for x, y in zip(wrong, by_oracle(logical, arrays, PLAIN.config), strict=True):
+    wrong = run_oracle({**logical, "cache": fault(logical["cache"])}, arrays, PLAIN.config)
+    for x, y in zip(wrong, run_oracle(logical, arrays, PLAIN.config), strict=True):
         assert (x != y).any(axis=(0, 1, 3) if x.ndim == 4 else (0, 1)).all(), "of every head"
 
 
@@ -288,8 +289,8 @@ def test_the_same_on_arrays_that_are_not_numpy_s(
     logical, arrays = variant.problem(1, lengths, change, 2, window=window, blocks=blocks)
     device = {**logical, "cache": map_arrays(logical["cache"], DispatchingArray)}
     arithmetic = exact.Arithmetic(**scalars, mma=hopper_mma)
-    actual = by_oracle(device, {"q": DispatchingArray(arrays["q"])}, variant.config, arithmetic)
-    right = by_oracle(logical, arrays, variant.config, exact.TRUNCATING)
+    actual = run_oracle(device, {"q": DispatchingArray(arrays["q"])}, variant.config, arithmetic)
+    right = run_oracle(logical, arrays, variant.config, exact.TRUNCATING)
     assert difference([x.array for x in actual], right, bool(variant.BF16)) == ""
 
 
@@ -306,8 +307,8 @@ def test_equal_on_the_gpu(variant: Variant, seed: int, window: int, blocks: int,
     logical, arrays = variant.problem(seed, window=window, blocks=blocks, **how)
     logical = {**logical, "cache": map_arrays(logical["cache"], gpu.to_device)}
     arrays = {name: gpu.to_device(array) for name, array in arrays.items()}
-    right = by_kernel(arrays, variant.sizes(window, blocks), variant.config, "gpu")
-    assert difference(by_oracle(logical, arrays, variant.config), right, bool(variant.BF16)) == ""
+    right = run_kernel(arrays, variant.sizes(window, blocks), variant.config, "gpu")
+    assert difference(run_oracle(logical, arrays, variant.config), right, bool(variant.BF16)) == ""
 
 
 BATCHES = (
@@ -319,7 +320,7 @@ BATCHES = (
 )
 
 
-def at_bench(batch: Batch) -> tuple[Any, KVCache, dict[str, Any], dict[str, int]]:
+def bench_problem(batch: Batch) -> tuple[Any, KVCache, dict[str, Any], dict[str, int]]:
     """Return queries, cache, sizes and constants of a batch as the benchmark measures it."""
     drawn_problem = attention_problem.random_problem(batch)
     q, cache = drawn_problem.q[:, None], drawn_problem.caches[0]
@@ -330,16 +331,18 @@ def at_bench(batch: Batch) -> tuple[Any, KVCache, dict[str, Any], dict[str, int]
     return q, cache, sizes, SM90.config_for(everything)
 
 
-def by_the_kernel(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[str, int]) -> tuple[Any, Any]:
+def run_kernel_on_gpu(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[str, int]) -> tuple[Any, Any]:
+    """Run the kernel on a GPU, and return (out, lse)."""
     columns = sm90.columns_of({"T": 1, "Hq": q.shape[2], "Hkv": cache.num_kv_heads})
     places = {"partial": (sizes["blocks"], columns, cache.head_dim), "stats": (sizes["blocks"], columns, 2)}
     arrays = {"pool": cache.pool, "table": cache.block_table, "lengths": cache.lengths, "q": q}
     arrays |= {name: gpu.zeros(shape, np.uint32) for name, shape in places.items()}
-    outputs: tuple[Any, Any] = by_kernel(arrays, sizes, config, "gpu")
+    outputs: tuple[Any, Any] = run_kernel(arrays, sizes, config, "gpu")
     return outputs
 
 
-def oracle_results(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[str, int]) -> tuple[Any, Any]:
+def run_oracle_on_gpu(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[str, int]) -> tuple[Any, Any]:
+    """Compute (out, lse) by the oracle, on the device of the arrays."""
     options = {name: sizes[name] for name in ("softmax_scale", "blocks")}
     return exact.attention(q, cache, **options, config=config)
 
@@ -348,8 +351,8 @@ def oracle_results(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[s
 @ON_HOPPER
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 def test_equal_at_the_bench_s_batches(batch: Batch) -> None:
-    problem = at_bench(batch)
-    assert difference(oracle_results(*problem), by_the_kernel(*problem)) == ""
+    problem = bench_problem(batch)
+    assert difference(run_oracle_on_gpu(*problem), run_kernel_on_gpu(*problem)) == ""
 
 
 @pytest.mark.gpu
@@ -358,7 +361,7 @@ def test_equal_at_the_bench_s_batches(batch: Batch) -> None:
 @every_fault
 def test_a_fault_of_the_kernel_shows(fault: Callable[[KVCache], KVCache], length: int) -> None:
     """The fault changes the bits of out and of lse, whatever the bound says."""
-    q, cache, *options = at_bench(Batch(32, 8, (length,)))
-    right, wrong = oracle_results(q, cache, *options), by_the_kernel(q, fault(cache), *options)
-    assert difference((right[0], right[1]), by_the_kernel(q, cache, *options)) == ""
+    q, cache, *options = bench_problem(Batch(32, 8, (length,)))
+    right, wrong = run_oracle_on_gpu(q, cache, *options), run_kernel_on_gpu(q, fault(cache), *options)
+    assert difference((right[0], right[1]), run_kernel_on_gpu(q, cache, *options)) == ""
     assert all(bool((x != y).any()) for x, y in zip(wrong, right, strict=True))

@@ -27,7 +27,7 @@ Problem = tuple[Arrays, dict[str, Any]]
 DTYPES = "float16", "bfloat16"
 
 
-def by_oracle(
+def run_oracle(
     problem: Problem, BF16: int = 0, spec: KernelSpec = PREFILL, arithmetic: exact.Arithmetic | None = None
 ) -> tuple[Any, Any]:
     """Return (out, lse) by the oracle, with the constants that the kernel is compiled with."""
@@ -38,7 +38,7 @@ def by_oracle(
     return exact.prefill(q, logical["cache"], logical["starts"], config=config, arithmetic=arithmetic, **options)
 
 
-def by_kernel(
+def run_kernel(
     problem: Problem, BF16: int = 0, spec: KernelSpec = PREFILL, backend: str = "emulator", **how: Any
 ) -> tuple[Any, Any]:
     """Return (out, lse) as the kernel writes them."""
@@ -48,9 +48,9 @@ def by_kernel(
     return outputs["out"], outputs["lse"]
 
 
-def hold(problem: Problem, BF16: int = 0, spec: KernelSpec = PREFILL, **how: Any) -> None:
+def assert_same_bits(problem: Problem, BF16: int = 0, spec: KernelSpec = PREFILL, **how: Any) -> None:
     """Assert that the kernel has the oracle's bits."""
-    assert difference(by_oracle(problem, BF16, spec), by_kernel(problem, BF16, spec, **how), bool(BF16)) == ""
+    assert difference(run_oracle(problem, BF16, spec), run_kernel(problem, BF16, spec, **how), bool(BF16)) == ""
 
 
 @pytest.mark.full
@@ -58,7 +58,7 @@ def hold(problem: Problem, BF16: int = 0, spec: KernelSpec = PREFILL, **how: Any
 @pytest.mark.parametrize("BF16", [0, 1])
 @on_every_kernel
 def test_equal_for_ragged_chunks(spec: KernelSpec, BF16: int, shape: str) -> None:
-    hold(chunks_of(**{**SHAPES[shape], "parts": parts_of(spec, shape)}), BF16, spec)
+    assert_same_bits(chunks_of(**{**SHAPES[shape], "parts": parts_of(spec, shape)}), BF16, spec)
 
 
 def parts_of(spec: KernelSpec, shape: str) -> int:
@@ -72,14 +72,14 @@ def parts_of(spec: KernelSpec, shape: str) -> int:
 @on_every_kernel
 def test_equal_for_rotated_keys(spec: KernelSpec, D: int) -> None:
     logical, sizes = chunks_of((33, 0, 2), (31, 9, 64), D=D, group=3)
-    hold(({**logical, "cache": replace(logical["cache"], rotated=True)}, sizes), spec=spec)
+    assert_same_bits(({**logical, "cache": replace(logical["cache"], rotated=True)}, sizes), spec=spec)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("past", "parts"), [(2100, 4), (2100, 16), (4200, 7)])
 def test_equal_in_many_parts(past: int, parts: int) -> None:
     """A tile of 17 blocks has 4 of the 16 parts that are asked for."""
-    hold(chunks_of((5, 70), (past, 3), parts=parts, blocks=12))
+    assert_same_bits(chunks_of((5, 70), (past, 3), parts=parts, blocks=12))
 
 
 @pytest.mark.default_cases("sm90-tiny")
@@ -99,7 +99,7 @@ def test_equal_for_queries_at_the_ends_of_their_range(spec: KernelSpec, case: st
         q[3] = 0
     else:
         q *= 1000
-    hold(({**logical, "q": q}, sizes), spec=spec)
+    assert_same_bits(({**logical, "q": q}, sizes), spec=spec)
 
 
 @pytest.mark.full
@@ -107,7 +107,7 @@ def test_equal_for_queries_at_the_ends_of_their_range(spec: KernelSpec, case: st
 def test_equal_where_a_query_sees_nothing(spec: KernelSpec) -> None:
     logical, sizes = chunks_of((4,), (0,), D=64)
     short = replace(logical["cache"], lengths=np.array([2], np.int32))  # two queries before the first token
-    hold(({**logical, "cache": short}, sizes), spec=spec)
+    assert_same_bits(({**logical, "cache": short}, sizes), spec=spec)
 
 
 @pytest.mark.full
@@ -115,9 +115,9 @@ def test_equal_where_tensor_cores_truncate(monkeypatch: pytest.MonkeyPatch) -> N
     """The terms of one product matter now, not only their sum. Only mma.sync is modelled."""
     tensor_cores.patch_emulator(hopper_mma, monkeypatch)
     problem = chunks_of((30,), (120,), D=64)
-    right = by_kernel(problem, spec=PREFILL_SM80)
-    assert difference(by_oracle(problem, spec=PREFILL_SM80, arithmetic=exact.TRUNCATING), right) == ""
-    assert difference(by_oracle(problem, spec=PREFILL_SM80), right) != ""
+    right = run_kernel(problem, spec=PREFILL_SM80)
+    assert difference(run_oracle(problem, spec=PREFILL_SM80, arithmetic=exact.TRUNCATING), right) == ""
+    assert difference(run_oracle(problem, spec=PREFILL_SM80), right) != ""
 
 
 @pytest.mark.full
@@ -139,7 +139,9 @@ def test_equal_in_the_emulator(
 ) -> None:
     new, past = zip(*chunks, strict=True)
     cuts = "parts" in spec.symbols and (how["D"] < 256 or how["page"] == 64)  # else in one part
-    hold(chunks_of(new, past, parts=parts if cuts else 1, blocks=10, **how), BF16, spec, mode=mode)  # 10 tiles at most
+    assert_same_bits(
+        chunks_of(new, past, parts=parts if cuts else 1, blocks=10, **how), BF16, spec, mode=mode
+    )  # 10 tiles at most
 
 
 CONSTANTS = [("HEAD_DIM", 128), ("PAGE", 16), ("BF16", 1), ("ROTATED", 1)]
@@ -153,14 +155,14 @@ def test_constants_of_other_arrays_are_refused(name: str, number: int) -> None:
         exact.prefill(q, logical["cache"], logical["starts"], softmax_scale=1.0, config=config)
 
 
-def neighbours_page(logical: Arrays) -> Arrays:
+def repeat_page(logical: Arrays) -> Arrays:
     """Read the first page twice."""
     table = logical["cache"].block_table.copy()
     table[0, 1] = table[0, 0]
     return {**logical, "cache": replace(logical["cache"], block_table=table)}
 
 
-def swapped_nibbles(logical: Arrays) -> Arrays:
+def swap_nibbles(logical: Arrays) -> Arrays:
     """Swap the nibbles of the first page's first keys and values."""
     cache = logical["cache"]
     pool = cache.pool.copy()
@@ -169,21 +171,21 @@ def swapped_nibbles(logical: Arrays) -> Arrays:
     return {**logical, "cache": replace(cache, pool=pool)}
 
 
-def wider_window(logical: Arrays) -> Arrays:
+def widen_window(logical: Arrays) -> Arrays:
     """Widen the window by one token."""
     return {**logical, "window": logical["window"] + 1}
 
 
-def other_chunks(logical: Arrays) -> Arrays:
+def move_last_query(logical: Arrays) -> Arrays:
     """Move the first sequence's last query to the second sequence."""
     return {**logical, "starts": logical["starts"] - np.array([0, 1, 0], np.int32)}
 
 
-@pytest.mark.parametrize("fault", [neighbours_page, swapped_nibbles, wider_window, other_chunks])
+@pytest.mark.parametrize("fault", [repeat_page, swap_nibbles, widen_window, move_last_query])
 def test_a_fault_shows(fault: Callable[[Arrays], Arrays]) -> None:
     """It shows in out, and in the logarithms."""
     logical, sizes = chunks_of((40, 3), (100, 20), Hkv=2, window=130)
-    for x, y in zip(by_oracle((fault(logical), sizes)), by_oracle((logical, sizes)), strict=True):
+    for x, y in zip(run_oracle((fault(logical), sizes)), run_oracle((logical, sizes)), strict=True):
         assert (x != y).any()
 
 
@@ -205,8 +207,8 @@ def test_the_same_on_arrays_that_are_not_numpy_s(spec: KernelSpec, BF16: int) ->
         "starts": DispatchingArray(logical["starts"]),
     }
     arithmetic = exact.Arithmetic(**scalars, mma=hopper_mma)
-    outputs = by_oracle((device, sizes), BF16, spec, arithmetic)
-    right = by_oracle((logical, sizes), BF16, spec, exact.TRUNCATING)
+    outputs = run_oracle((device, sizes), BF16, spec, arithmetic)
+    right = run_oracle((logical, sizes), BF16, spec, exact.TRUNCATING)
     assert difference([x.array for x in outputs], right, bool(BF16)) == ""
 
 
@@ -220,10 +222,10 @@ def test_the_same_on_arrays_that_are_not_numpy_s(spec: KernelSpec, BF16: int) ->
 @on_every_kernel
 def test_equal_on_the_gpu(spec: KernelSpec, BF16: int, shape: str) -> None:
     logical, sizes = chunks_of(**{**SHAPES[shape], "parts": parts_of(spec, shape)})
-    right = by_kernel((logical, sizes), BF16, spec, "gpu")
+    right = run_kernel((logical, sizes), BF16, spec, "gpu")
     device = {**logical, "cache": map_arrays(logical["cache"], gpu.to_device)}
     device |= {
         "q": gpu.to_device(convert_to_dtype(logical["q"], DTYPES[BF16])),
         "starts": gpu.to_device(logical["starts"]),
     }
-    assert difference(by_oracle((device, sizes), BF16, spec), right, bool(BF16)) == ""
+    assert difference(run_oracle((device, sizes), BF16, spec), right, bool(BF16)) == ""

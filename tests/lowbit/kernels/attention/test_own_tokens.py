@@ -39,7 +39,7 @@ def problem_of(spec: KernelSpec, shape: dict[str, Any]) -> tuple[Arrays, dict[st
     return {**logical, "cache": replace(logical["cache"], rotated=rotated)}, sizes
 
 
-def by_oracle(spec: KernelSpec, logical: Arrays, sizes: dict[str, Any], BF16: int) -> tuple[Any, Any]:
+def run_oracle(spec: KernelSpec, logical: Arrays, sizes: dict[str, Any], BF16: int) -> tuple[Any, Any]:
     """Return (out, lse) by the oracle in the kernel's order."""
     q, k, v = (convert_to_dtype(logical[name], DTYPES[BF16]) for name in "qkv")
     options = {name: logical[name] for name in ("softmax_scale", "window", "parts")}
@@ -60,7 +60,7 @@ def test_ragged_chunks(spec: KernelSpec, BF16: int, shape: str, backend: str) ->
     compare(spec, outputs, logical, {"BF16": BF16})
     assert not outcome.findings
     if backend == "emulator":
-        right = by_oracle(spec, logical, sizes, BF16)
+        right = run_oracle(spec, logical, sizes, BF16)
         assert difference(right, (outputs["out"], outputs["lse"]), bool(BF16)) == ""
 
 
@@ -71,7 +71,7 @@ def test_chunks_that_begin_at_the_edge_of_a_block_or_page(spec: KernelSpec, edge
     for page in (16, 64):
         logical, sizes = problem_of(spec, {"new": (70, 3), "past": (128 + edge, page + edge), "D": 64, "page": page})
         outputs, _ = run(logical, sizes, spec=spec)
-        assert difference(by_oracle(spec, logical, sizes, 0), (outputs["out"], outputs["lse"]), False) == ""
+        assert difference(run_oracle(spec, logical, sizes, 0), (outputs["out"], outputs["lse"]), False) == ""
 
 
 LAUNCHABLE = [

@@ -21,10 +21,10 @@ from tests.support.append_problems import (
     ON_GPU,
     RNG,
     FusedProblem,
+    draw_rotations,
     gaussian_kv,
     make_problem,
     replace_in_source,
-    rotations,
 )
 from tests.support.attention_calls import on_device, to_device_array
 from tests.support.fake_gpu import DeviceArray, FakeGpu
@@ -45,7 +45,7 @@ def make_fused_problem(
 ) -> FusedProblem:
     """Make a problem in which every fourth token is padding, with a position far outside the tables."""
     q = (RNG.standard_normal((tokens, ratio * heads, D)) * 3).astype(dtype)
-    rope = rotations(tokens, D, index, positions)
+    rope = draw_rotations(tokens, D, index, positions)
     problem = make_problem(*gaussian_kv(tokens, heads, D, dtype), scheme, size, index=index, rope=rope)
     if positions:
         wild = RNG.choice([-1, -(2**31), 50, 2**31 - 1], tokens)
@@ -267,7 +267,8 @@ def test_torch_on_the_cpu() -> None:
     assert np.array_equal(pool, problem.kv.expected_pool)
 
 
-def twice(slots: np.ndarray) -> np.ndarray:
+def repeat_last_slot(slots: np.ndarray) -> np.ndarray:
+    """Return slots that are all the largest one, so that tokens collide."""
     again = slots.copy()
     again[:] = slots.max()
     return again
@@ -286,7 +287,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"qkv": NAN}, r"rope_append_kv4: k: must be finite in float32 \(got k\[\d, 0, \d+\] is nan\)"),
     ({"cache": QKV}, r"cache: must be a KVCache \(got ndarray\)"),
     ({"slots": PROBLEM.kv.slots[:5]}, r"slots: shape \[6\] \(got \[5\]\)"),
-    ({"slots": twice(PROBLEM.kv.slots)}, r"slots: must be distinct \(got slots\[1\]"),
+    ({"slots": repeat_last_slot(PROBLEM.kv.slots)}, r"slots: must be distinct \(got slots\[1\]"),
     ({"rope": None}, r"rope: must be \(cos, sin\) or \(cos, sin, positions\) \(got None\)"),
     ({"rope": (ROPE[0][:4], ROPE[1][:4])}, r"rope cos: must have 6 rows or more, one for each token \(got 4\)"),
     ({"rope": (*ROPE[:2], ROPE[2].astype(np.int64))}, r"rope positions: dtype int32 \(got int64\)"),

@@ -23,9 +23,9 @@ from tests.support.append_problems import (
     RNG,
     FusedProblem,
     Problem,
+    draw_rotations,
     gaussian_kv,
     make_problem,
-    rotations,
 )
 from tests.support.attention_calls import assert_within_bound
 from tests.support.attention_variants import AMPERE, HOPPER, Variant, parametrize_variants
@@ -66,7 +66,7 @@ def rotated_problem(
     tokens: int, heads: int, D: int, scheme: str, *, dtype: np.dtype = DTYPES[0], rope: bool = True, size: int = 16
 ) -> Problem:
     """Make tokens with an outlier channel, every fourth of which is padding, for a cache whose keys are rotated."""
-    angles = rotations(tokens, D, np.int32, positions=True) if rope else None
+    angles = draw_rotations(tokens, D, np.int32, positions=True) if rope else None
     problem = make_problem(*gaussian_kv(tokens, heads, D, dtype), scheme, size, rope=angles)
     return replace(problem, cache=replace(problem.cache, rotated=True))
 

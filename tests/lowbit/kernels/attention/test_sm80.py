@@ -24,7 +24,7 @@ from tests.support.axes import both_modes, on_every_backend
 SOURCE = registry.find(MMA.name)[1][0]
 
 
-def in_parts(
+def run_in_parts(
     variant: Variant, logical: Arrays, arrays: Arrays, backend: str, blocks: int, fused: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute (out, lse) by many blocks.
@@ -65,7 +65,8 @@ def in_parts(
     return merged
 
 
-def hold(variant: Variant, logical: Arrays, out: np.ndarray, lse: np.ndarray) -> None:
+def assert_within_bound(variant: Variant, logical: Arrays, out: np.ndarray, lse: np.ndarray) -> None:
+    """Assert that (out, lse) are within the spec's bound of the reference."""
     config = {"BF16": variant.BF16}
     assert (
         describe_mismatch({"out": out, "lse": lse}, MMA.expected(logical, config), MMA.allowed(logical, config)) is None
@@ -83,7 +84,7 @@ def test_parts_of_many_blocks_are_the_whole(variant: Variant, backend: str, bloc
     """
     window = 100 if variant.T == 3 else 0
     logical, arrays = variant.problem(blocks, (300, 0, 5, 130), window=window)
-    hold(variant, logical, *in_parts(variant, logical, arrays, backend, blocks, fused))
+    assert_within_bound(variant, logical, *run_in_parts(variant, logical, arrays, backend, blocks, fused))
 
 
 @pytest.mark.default_cases("3-2-10-2-64-9-8-8-emulator", "2-1-4-2-128-5-2-8-emulator")
@@ -101,7 +102,7 @@ def test_more_parts_than_are_read_at_a_time(tiles: int, backend: str) -> None:
     """Every tile is a part, as there are blocks enough; eight parts are on their way at a time."""
     variant = AMPERE[5]
     logical, arrays = variant.problem(0, (tiles * problems.TILE - 3,), problems.a_sign_per_tile)
-    hold(variant, logical, *in_parts(variant, logical, arrays, backend, blocks=tiles, fused=1))
+    assert_within_bound(variant, logical, *run_in_parts(variant, logical, arrays, backend, blocks=tiles, fused=1))
 
 
 @pytest.mark.gpu
@@ -110,8 +111,8 @@ def test_more_parts_than_are_read_at_a_time(tiles: int, backend: str) -> None:
 @settings(max_examples=20)
 def test_near_float64_on_the_gpu(variant: Variant, seed: int, blocks: int, fused: int, **how: Any) -> None:
     logical, arrays = variant.problem(seed, **how)
-    first, second = (in_parts(variant, logical, arrays, "gpu", blocks, fused) for _ in range(2))
-    hold(variant, logical, *first)
+    first, second = (run_in_parts(variant, logical, arrays, "gpu", blocks, fused) for _ in range(2))
+    assert_within_bound(variant, logical, *first)
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True)), "two runs, the same bits"
 
 

@@ -51,7 +51,7 @@ def ids(case: Any) -> str:
     return case if isinstance(case, str) else "-".join(f"{name}{choice}" for name, choice in case.items())
 
 
-def ran(
+def check_kernel(
     spec: KernelSpec,
     logical: dict[str, Any],
     backend: str,
@@ -87,7 +87,7 @@ def test_every_end_of_a_tile(label: str, config: dict[str, int], monkeypatch: py
     logical = spec.example(np.random.default_rng(turn), M=tokens, N=144, K=448, g=64)
     logical = checks.with_zeros(logical, with_bias=bool(turn % 3))
     options = {"OUT": turn % 2, "SIGNED": turn // 2 % 2}
-    ran(spec, logical, "emulator", {**config, **options}, mode=("late", "early")[turn % 2])
+    check_kernel(spec, logical, "emulator", {**config, **options}, mode=("late", "early")[turn % 2])
 
 
 @pytest.mark.full
@@ -95,7 +95,7 @@ def test_every_end_of_a_tile(label: str, config: dict[str, int], monkeypatch: py
 @on_every_backend
 def test_zero_points_of_every_row_leave(label: str, backend: str) -> None:
     spec = FORMS[label]
-    ran(spec, spec.example(np.random.default_rng(0), M=11, N=80, K=160), backend, {})
+    check_kernel(spec, spec.example(np.random.default_rng(0), M=11, N=80, K=160), backend, {})
 
 
 @pytest.mark.long(70)
@@ -110,7 +110,7 @@ def test_every_chosen_tile_on_the_gpu(label: str, N: int) -> None:
         packed = spec.pack(logical)
         for OUT in (0, 1):
             for config in ({"OUT": OUT}, {"OUT": OUT, "SIGNED": int(bool(groups))}):
-                ran(spec, logical, "gpu", config, packed)
+                check_kernel(spec, logical, "gpu", config, packed)
 
 
 @pytest.mark.full

@@ -115,7 +115,7 @@ def test_scaled_outputs_are_the_epilogue_in_float32(
     exact = np.einsum("mk,mnk->mn", logical["x"].astype(np.int32), level1[expert])
     w_scale = np.stack([weight.channel_scale for weight in logical["weights"]])[expert]
     bias = logical["bias"][expert] if with_bias else None
-    checks.scaled_in_float32(y, exact, dtype, logical["x_scale"], w_scale, bias)
+    checks.assert_scaled_in_float32(y, exact, dtype, logical["x_scale"], w_scale, bias)
     bits = f"u{y.itemsize}"
     assert np.array_equal(y.view(bits), GROUPED.expected(logical, {"OUT": variant})["y"].view(bits))
 

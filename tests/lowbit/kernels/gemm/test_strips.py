@@ -273,7 +273,7 @@ def test_scaled_outputs_are_the_epilogue_in_float32(dtype: Any, spec: KernelSpec
     y = output(spec, logical, backend, {**config, "OUT": OUT, "SIGNED": signed})
     exact, weight = spec.reference(logical["weight"], logical["x"]), logical["weight"]
     w_scale = weight.channel_scale if groups else weight.scale
-    checks.scaled_in_float32(y, exact, dtype, logical["x_scale"], w_scale, logical.get("bias"))
+    checks.assert_scaled_in_float32(y, exact, dtype, logical["x_scale"], w_scale, logical.get("bias"))
     bits = f"u{y.itemsize}"
     assert np.array_equal(y.view(bits), spec.expected(logical, {"OUT": OUT})["y"].view(bits))
 
@@ -347,8 +347,8 @@ def test_the_weights_leave_with_the_token_sum() -> None:
         assert np.array_equal(outcome.outputs["y"], spec.reference(**logical) - 128 * np.arange(5)[:, None])
 
 
-def once(group: int) -> list[Any]:
-    """List the benched tiles, each once, in a cluster if it can be in one, as that has the more code (the later case).
+def distinct_tiles(group: int) -> list[Any]:
+    """List the benched tiles, each once, in a cluster if possible, as that has the more code (the later case).
 
     Stages and splits change no registers: all 100 tiles that are benched in groups of 128 have those of these 61.
     """
@@ -362,9 +362,9 @@ def once(group: int) -> list[Any]:
 
 # Groups of 128 have the most live values; of the most constants, without token sums, and of none, every fourth.
 COMPILED = [
-    *((*case, 128, 0) for case in once(128)),
-    *((*case, 32, 1) for case in once(32)[::4]),
-    *((*case, NO_GROUPS, 0) for case in once(NO_GROUPS)[1::4]),
+    *((*case, 128, 0) for case in distinct_tiles(128)),
+    *((*case, 32, 1) for case in distinct_tiles(32)[::4]),
+    *((*case, NO_GROUPS, 0) for case in distinct_tiles(NO_GROUPS)[1::4]),
 ]
 
 

@@ -236,7 +236,7 @@ def test_pure_int4_has_the_epilogue_of_w4a8(variant: int, dtype: Any, backend: s
     logical = S4.example(np.random.default_rng(variant), M=5, N=40, K=96)
     y = output(S4, logical, backend, {"OUT": variant})
     exact = logical["x"].astype(np.int32) @ logical["w"].T.astype(np.int32)
-    checks.scaled_in_float32(y, exact, dtype, logical["x_scale"], logical["w_scale"], logical["bias"])
+    checks.assert_scaled_in_float32(y, exact, dtype, logical["x_scale"], logical["w_scale"], logical["bias"])
 
 
 @pytest.mark.full

@@ -56,7 +56,7 @@ def sizes_of(spec: KernelSpec, x: BlockRows, w: BlockRows, blocks: int = 0, **_:
     return {name: size for name, size in sizes.items() if name in spec.symbols}
 
 
-def shared_by(spec: KernelSpec, logical: dict[str, Any], blocks: int) -> dict[str, Any]:
+def add_blocks(spec: KernelSpec, logical: dict[str, Any], blocks: int) -> dict[str, Any]:
     """Add the number of blocks to the problem, if the kernel's blocks share tiles."""
     return {**logical, "blocks": blocks} if "blocks" in spec.symbols else logical
 
@@ -84,7 +84,7 @@ def test_any_problem_is_exact_in_the_emulator(
     tile = data.draw(st.sampled_from(TILES_OF[spec.name]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strips_tiles, "SMS", sms)
-        y = output(spec, shared_by(spec, logical, sms), "emulator", tile, mode=mode)
+        y = output(spec, add_blocks(spec, logical, sms), "emulator", tile, mode=mode)
     assert np.array_equal(y.view(np.uint32), gemm_blocks(**logical).view(np.uint32))
 
 
@@ -92,7 +92,7 @@ def test_any_problem_is_exact_in_the_emulator(
 @every
 @given(logical=problems(tokens=300, rows=320, blocks=8), blocks=st.integers(1, 200))
 def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, logical: dict[str, Any], blocks: int) -> None:
-    shared_problem = shared_by(spec, logical, blocks)
+    shared_problem = add_blocks(spec, logical, blocks)
     checks.assert_exact_twice(lambda: output(spec, shared_problem, "gpu"), gemm_blocks(**logical))
 
 
@@ -119,7 +119,7 @@ def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
     logical = NAIVE.example(np.random.default_rng(M), M=M, N=136, K4=384, K8=256)
     right = gemm_blocks(logical["w"], logical["x"]) + logical["bias"]
     for variant, dtype in checks.OUTPUTS[: 3 if spec is NAIVE and M == 33 else 1]:
-        y = output(spec, shared_by(spec, logical, 3), backend, {"OUT": variant})
+        y = output(spec, add_blocks(spec, logical, 3), backend, {"OUT": variant})
         assert np.array_equal(y.view(f"u{y.itemsize}"), right.astype(dtype).view(f"u{y.itemsize}"))
 
 
@@ -154,7 +154,7 @@ def test_rows_at_the_ends(spec: KernelSpec, int8: int, backend: str) -> None:
         "x": BlockRows(x, np.ones((5, 2), np.float16), int8),
         "w": BlockRows(w, np.full((16, 2), 0.5, np.float16)),
     }
-    y = output(spec, shared_by(spec, logical, 2), backend)
+    y = output(spec, add_blocks(spec, logical, 2), backend)
     assert np.array_equal(y, x.astype(np.float32) @ w.T.astype(np.float32) / 2)
     assert not y[:, 3].any() and y[:, :3].all()
 

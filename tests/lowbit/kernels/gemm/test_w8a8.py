@@ -103,7 +103,7 @@ def test_scaled_outputs_are_the_epilogue_in_float32(
     logical = checks.with_zeros(logical, with_bias)
     y = output(logical, backend, {**tile, "OUT": variant})
     exact = logical["x"].astype(np.int32) @ logical["w"].T.astype(np.int32)
-    checks.scaled_in_float32(y, exact, dtype, logical["x_scale"], logical["w_scale"], logical.get("bias"))
+    checks.assert_scaled_in_float32(y, exact, dtype, logical["x_scale"], logical["w_scale"], logical.get("bias"))
     bits = f"u{y.itemsize}"
     assert np.array_equal(y.view(bits), W8A8.expected(logical, {"OUT": variant})["y"].view(bits))
 
