@@ -7,6 +7,7 @@ difference in tokens.
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -114,10 +115,12 @@ def failure_of(lines: Sequence[str]) -> str:
     """Return the line that says why vLLM failed.
 
     An engine runs in a process of its own, whose log has the cause; the process that asked says only that it failed.
+    Warnings at its exit may follow the last line of a traceback.
     """
     nonblank = [line for line in lines if line.strip()]
     engine_errors = [line for line in nonblank if "ERROR" in line and "Error: " in line]
-    return [*engine_errors[:1], *nonblank[::-1], "no word"][0]
+    raised = [line for line in nonblank if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return [*engine_errors[:1], *raised[::-1], *nonblank[::-1], "no word"][0]
 
 
 def read_engine(

@@ -125,6 +125,15 @@ def test_words_name_models_and_variants(words: list[str], pairs: list[tuple[str,
     assert serving.SUITE.record_name(words) == "vllm"
 
 
+def test_what_failed_is_the_raised_error_though_warnings_follow() -> None:
+    raised = "ptxlab.errors.BenchmarkError: made 3 tokens instead of 4"
+    of_engine = "(EngineCore) ERROR 11-30 core.py: ValueError: no room"
+    later = ["[rank0]:[W1130] Warning: destroy_process_group() was not called before program exit", ""]
+    assert serving_engine.failure_of(["INFO: ready", "Traceback:", raised, *later]) == raised
+    assert serving_engine.failure_of([of_engine, "RuntimeError: the engine failed", *later]) == of_engine
+    assert serving_engine.failure_of(["Killed", ""]) == "Killed"
+
+
 @pytest.mark.parametrize("word", ["fp8", "13B"])
 def test_other_words_are_refused(word: str) -> None:
     with pytest.raises(
