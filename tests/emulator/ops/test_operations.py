@@ -381,7 +381,7 @@ def test_sums_of_the_largest_float64s_are_rounded_as_others(name: str, mode: str
         (a | i << 63, b | j << 63) for a, b in ((largest, other), (other, largest)) for i in (0, 1) for j in (0, 1)
     ]
     case = Case("k", f"{name}.{mode}.f64 {{d:f64}}, {{a:f64}}, {{b:f64}};")
-    a, b = np.resize(np.array(signed_pairs, np.uint64), (BLOCK, 2)).T.copy()
+    a, b = np.resize(np.array(signed_pairs, np.uint64), (BLOCK_THREADS, 2)).T.copy()
     check_rounding(case, name, mode, "f64", {"d": np.zeros_like(a), "a": a, "b": b})
 
 
