@@ -375,10 +375,10 @@ def test_rounding_is_single_and_exact(name, kind):
 @pytest.mark.parametrize("name", ["add", "sub"])
 @pytest.mark.parametrize("mode", ["rz", "rm", "rp"])
 def test_sums_of_the_largest_float64s_are_rounded_as_others(name: str, mode: str) -> None:
-    """Where the sum is finite, no difference on the way to its rest may overflow."""
-    largest, other = 0x7FEFFFFFFFFFFFFF, 0x7FD384C1065CD647
+    """Round sums whose terms lie so far apart that a difference on the way could overflow."""
+    largest, smaller = 0x7FEFFFFFFFFFFFFF, 0x7FD384C1065CD647
     signed_pairs = [
-        (a | i << 63, b | j << 63) for a, b in ((largest, other), (other, largest)) for i in (0, 1) for j in (0, 1)
+        (a | i << 63, b | j << 63) for a, b in ((largest, smaller), (smaller, largest)) for i in (0, 1) for j in (0, 1)
     ]
     case = Case("k", f"{name}.{mode}.f64 {{d:f64}}, {{a:f64}}, {{b:f64}};")
     a, b = np.resize(np.array(signed_pairs, np.uint64), (BLOCK_THREADS, 2)).T.copy()

@@ -204,7 +204,7 @@ def test_on_ampere_a_workspace_is_that_of_decoding(fake: TensorGpu) -> None:
 
 
 def test_another_target_has_its_own_workspace_and_launches(fake: TensorGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was planned or recorded for the GPU's own architecture is not taken for kernels of another."""
+    """Attention takes neither the plan nor the recorded launches of another architecture."""
     from ptxlab.llm.torch import operators
 
     monkeypatch.setattr(operators, "_plan_workspace_for", cache(operators._plan_workspace_for))

@@ -335,7 +335,7 @@ def test_steps_for_ampere_are_compiled_for_it(emulated_gpu: pytest.MonkeyPatch) 
 @pytest.mark.default_cases("row_major")
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_quantiser(order: str, emulated_gpu: pytest.MonkeyPatch) -> None:
-    x = quantiser._activations(5, 256)
+    x = quantiser._repeat_activations(5, 256)
     row = quantiser.measure_quantiser(x, order, Ceilings(4.6, 4.2))
     assert (row.measure, row.activations, row.sizes["M"], row.sizes["K"]) == ("quantise", order, 5, 256)
     assert row.variant["IN"] == 0 and row.floor_us == pytest.approx(row.bytes / 4.2e6)
@@ -344,7 +344,7 @@ def test_the_quantiser(order: str, emulated_gpu: pytest.MonkeyPatch) -> None:
 def test_a_quantiser_that_writes_nothing_is_found(emulated_gpu: pytest.MonkeyPatch) -> None:
     emulated_gpu.setattr(gpu, "prepare", lambda *_: lambda: None)
     with pytest.raises(BenchmarkError, match="wrong results in the order fragment at M=5, K=256"):
-        quantiser.measure_quantiser(quantiser._activations(5, 256), "fragment", Ceilings(4.6, 4.2))
+        quantiser.measure_quantiser(quantiser._repeat_activations(5, 256), "fragment", Ceilings(4.6, 4.2))
 
 
 @pytest.mark.full
