@@ -1,8 +1,11 @@
-"""NumPy twins of `decode_layer`: `exact`, in the very integers that the kernels compute, and `in_float64`, unquantised.
+"""NumPy twins of `decode_layer`: `exact`, in the very integers that the kernels compute, and `in_float64`, in floats.
 
-A step of `exact` has the right bits, or a bound for what else a kernel may leave: attention, which is of floats, and
-the quantised gate, whose exponential is approximate. Everything else is equal in every bit. `compare` holds the
-launches of a layer against it one by one, each on what the one before it has really left.
+Both start from packed weights and a quantised cache; `in_float64` quantises nothing else.
+
+A step of `exact` has the right bits, and for some steps a bound of what else a kernel may leave: for attention, which
+is computed in floats, and for the experts' shares and the gate, whose exponentials are approximate. Everything else is
+equal in every bit. `compare` holds the launches of a layer against it one by one, each on what the one before it has
+really left.
 
 Arrays are NumPy's or CuPy's.
 """
@@ -43,9 +46,13 @@ from ptxlab.spec.tolerance import Allowed, misses
 
 
 class Step(NamedTuple):
-    """The result of a launch: an array, or what a product reads.
+    """Output that a launch has to write.
 
-    `allowed` is None where every bit must be right, else the error bound; of what a product reads, one per array.
+    Attributes:
+        right: an array, or the quantised activations that a product reads (`QuantizedInput`). An array in float64
+            stands for one in the layer's dtype.
+        allowed: None where every bit must be right, else the error bound; for quantised activations a tuple with one
+            for each of their arrays.
     """
 
     right: Any
@@ -54,9 +61,12 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerInputs:
-    """Inputs of a layer, copied before it runs, as it writes the residual and the cache.
+    """Inputs of a layer, copied before it runs, because the layer overwrites the residual and the cache.
 
-    `x` is None where it is the residual itself, to which nothing is added.
+    Attributes:
+        x: what is added to the residual stream first, [M, H]; None where the caller passes the residual itself as `x`,
+            to which nothing is added.
+        residual, cache, slots, rope: as `decode_layer` takes them.
     """
 
     x: Any
@@ -82,11 +92,13 @@ def exact(
     *,
     residual_epilogue: bool = False,
 ) -> dict[str, Step]:
-    """Compute every step of a layer, by its name in `LayerBuffers`, and `pool` and `residual`.
+    """Compute every step of a layer, by its name in `LayerBuffers` or its `routing`.
+
+    The steps `pool` and `residual` are the cache's pool and the residual stream, which the layer overwrites.
 
     `outputs` has the outputs that launches wrote, by step (`outputs_by_step`); where a step has one, the next steps
-    continue from it. With `residual_epilogue` the products that add to the residual stream write only the stream, after
-    the last of them.
+    continue from it. With `residual_epilogue` the product o, and without experts down too, adds to the stream itself.
+    Then there is no step `o`, nor without experts `hidden`, and `residual` is the stream after the last such product.
     """
     config, dtype = weights.config, weights.dtype
     steps: dict[str, Step] = {}
@@ -101,21 +113,22 @@ def exact(
     q, pool = _rope_and_append(qkv, inputs, config.heads, dtype)
     q, pool = add_step("q", q), add_step("pool", pool)
     attention = add_step("attention", *_attention(q, replace(inputs.cache, pool=pool), config.window_of(), dtype))
-    if attention.dtype == np.float64:  # the right one, as nobody has left one
-        attention = convert_to_dtype(attention.astype(np.float32), dtype)
+    attention = _as_written(attention, dtype)
     o_in = add_step("o_in", quantize_input(weights.o, floats(attention).reshape(len(attention), -1)))
     o = multiply(o_in, weights.o, dtype)
     stream = _add_to_stream(stream, o if residual_epilogue else add_step("o", o), dtype)
-    if config.experts or not residual_epilogue:
+    if config.experts or not residual_epilogue:  # else down will add to the stream
         stream = add_step("residual", stream)
     y = _norm(stream, weights.post_norm, config.eps)
     quantised_input: Any = quantize_input(weights.gate_up, y)
     if config.experts:
-        tokens, y = add_step("tokens", quantised_input), add_step("normed", convert_to_dtype(y, dtype))
-        chosen, share, allowed = _choose_experts(y, weights.router, config.chosen_experts, dtype)
+        tokens, normed = add_step("tokens", quantised_input), add_step("normed", convert_to_dtype(y, dtype))
+        chosen, share, allowed = _choose_experts(normed, weights.router, config.chosen_experts, dtype)
         chosen, share = add_step("chosen", chosen), add_step("share", share, allowed)
         offsets, place = map(add_step, ("offsets", "place"), reference.rows_by_expert(chosen, config.experts))
-        quantised_input = _select_rows(tokens, place.reshape(-1).argsort() // place.shape[1])
+        # `place` [M, k] has the row of each choice; its inverse has the choice of each row, and so the row's token.
+        token_of_row = place.reshape(-1).argsort() // place.shape[1]
+        quantised_input = _select_rows(tokens, token_of_row)
 
     def product(x: Any, weight: Any) -> Any:
         if not isinstance(weight, ExpertWeights):
@@ -125,12 +138,9 @@ def exact(
         return np.concatenate([multiply(_select_rows(x, rows), weight.expert(e), dtype) for e, rows in used_experts])
 
     gate_up_in = add_step("gate_up_in", quantised_input)
-    if getattr(weights.gate_up, "interleaved", False):
+    if getattr(weights.gate_up, "interleaved", False):  # then the product's epilogue computes SiLU(gate) · up
         h = add_step("gate_up", *_silu_mul_outputs(gate_up_in, weights.gate_up, dtype))
-        h = (
-            convert_to_dtype(h.astype(np.float32), dtype) if h.dtype == np.float64 else h
-        )  # the right one, as of attention
-        down_in = add_step("down_in", quant.quantize_activations(floats(h)))
+        down_in = add_step("down_in", quant.quantize_activations(floats(_as_written(h, dtype))))
     else:
         gate_up = add_step("gate_up", product(gate_up_in, weights.gate_up))
         down_in = add_step("down_in", *gate_inputs(weights.down, gate_up, config.activation, dtype))
@@ -181,7 +191,8 @@ def compare(inputs: LayerInputs, weights: LayerWeights, buffers: LayerBuffers, r
 def in_float64(inputs: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
     """Compute (hidden, residual) f64 [M, H] from the packed weights and the tokens as they lie in the cache.
 
-    Nothing else is quantised: neither activations nor the new token's key and value. Angles are float32, as always.
+    Nothing else is quantised: neither activations nor the new token's key and value. RoPE's tables are those of the
+    inputs, in float32.
     """
     config, dtype = weights.config, weights.dtype
     x, stream = 0 if inputs.x is None else numbers(inputs.x, dtype), numbers(inputs.residual, dtype)
@@ -201,11 +212,12 @@ def in_float64(inputs: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
     qkv = qkv if weights.qkv_bias is None else qkv + weights.qkv_bias
     heads = qkv.reshape(M, -1, D)
     q, k, v = heads[:, : config.heads], heads[:, config.heads : -config.kv_heads], heads[:, -config.kv_heads :]
+    # If the cached keys are rotated, so must be what they are multiplied with and what is appended to them.
     q, k = (inputs.cache.rotate(reference.rope(head, *_angles(inputs))) for head in (q, k))
     attended = []
     for b, (keys, values) in enumerate(zip(*gather(inputs.cache), strict=True)):
         past_and_new = (keys, k), (values, v)
-        keys_values = [
+        keys_values = [  # the cache's lengths include the new token, whose place, the last, is not written yet
             np.concatenate([cached_keys_values.dequantize()[:-1], new_keys_values[b : b + 1]])
             for cached_keys_values, new_keys_values in past_and_new
         ]
@@ -223,7 +235,9 @@ def in_float64(inputs: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
     return hidden, stream
 
 
-# Steps
+def _as_written(output: Any, dtype: str) -> Any:
+    """Return an output in the layer's dtype: as a launch wrote it, or the right one in float64, converted."""
+    return convert_to_dtype(output.astype(np.float32), dtype) if output.dtype == np.float64 else output
 
 
 def _add_to_stream(x: Any, residual: Any, dtype: str) -> Any:
@@ -240,13 +254,13 @@ def _choose_experts(y: Any, router: Any, k: int, dtype: str) -> tuple[Any, Any, 
 
     Logits are added in the kernel's order.
     """
-    logical = {"x": floats(to_numpy(y)), "router": floats(to_numpy(router)), "k": k}
-    config = {"IN": DTYPES.index(dtype)}
-    right = CHOOSE.expected(logical, config)
+    arguments = {"x": floats(to_numpy(y)), "router": floats(to_numpy(router)), "k": k}
+    constants = {"IN": DTYPES.index(dtype)}  # of the kernel's variant
+    right = CHOOSE.expected(arguments, constants)
     chosen, share = (
         match_device(right[name].astype(kind), y) for name, kind in (("chosen", np.int32), ("share", np.float32))
     )
-    return chosen, share, CHOOSE.allowed(logical, config)["share"]
+    return chosen, share, CHOOSE.allowed(arguments, constants)["share"]
 
 
 def _select_rows(x: QuantizedActivations, rows: Any) -> QuantizedActivations:
@@ -266,18 +280,21 @@ def _rope_and_append(qkv: Any, inputs: LayerInputs, Hq: int, dtype: str) -> tupl
     heads = floats(qkv).reshape(len(qkv), -1, cache.head_dim)
     Hkv, angles = cache.num_kv_heads, _angles(inputs)
     q, k, v = heads[:, :Hq], heads[:, Hq : Hq + Hkv], heads[:, Hq + Hkv :]
-    has_slot = inputs.slots >= 0
+    has_slot = inputs.slots >= 0  # of a row of padding it is negative, and nothing is written
     keys, values = cache.quantize_keys(reference.rope(k, *angles)[has_slot]), cache.quantize_values(v[has_slot])
     write_slots(cache, keys, values, inputs.slots[has_slot])
     return convert_to_dtype(reference.rope(q, *angles), dtype), cache.pool
 
 
 def _attention(q: Any, cache: KVCache, window: int | None, dtype: str) -> tuple[Any, Allowed]:
-    """Compute attention [M, Hq, D], rounded from float64, and the error that the kernel may have."""
-    logical = {"q": floats(q)[:, None], "cache": cache, "blocks": 1, "window": window or 0}
-    logical["softmax_scale"] = cache.head_dim**-0.5
-    config = {"BF16": int(dtype == "bfloat16")}
-    right, allowed = SM90.expected(logical, config)["out"][:, 0], SM90.allowed(logical, config)["out"]
+    """Compute attention [M, Hq, D] in float64, and the error that the kernel may have.
+
+    Both are those of the kernel for sm_90a, on any device. Its `blocks` only size scratch, which is not looked at.
+    """
+    arguments = {"q": floats(q)[:, None], "cache": cache, "blocks": 1, "window": window or 0}
+    arguments["softmax_scale"] = cache.head_dim**-0.5
+    constants = {"BF16": int(dtype == "bfloat16")}
+    right, allowed = SM90.expected(arguments, constants)["out"][:, 0], SM90.allowed(arguments, constants)["out"]
     return right, Allowed(allowed.per_element[:, 0], None if allowed.rms is None else allowed.rms[:, 0])
 
 
@@ -293,15 +310,16 @@ def _compare_step(name: str, output: Any, step: Step, dtype: str) -> None:
     bounds = step.allowed if isinstance(step.allowed, tuple) else (step.allowed,) * len(parts)
     for part, allowed_error in zip(parts, bounds, strict=True):
         got, right = (to_numpy(getattr(x, part) if part else x) for x in (output, step.right))
-        if allowed_error is None:
+        if allowed_error is None:  # bits, so that -0 is not 0, and a NaN equals itself
             is_wrong = got.view(f"u{got.itemsize}") != right.view(f"u{right.itemsize}")
         else:
             allowed_error = Allowed(
                 to_numpy(allowed_error.per_element), None if allowed_error.rms is None else to_numpy(allowed_error.rms)
             )
+            # An array in the layer's dtype may be bfloat16, held as its bits; no part of quantised activations is.
             got = numbers(got, dtype) if right.dtype == np.float64 and not part else got
-            is_wrong, rows = misses(got, right, allowed_error)
-            is_wrong = is_wrong | rows.reshape(*rows.shape, *(1,) * (is_wrong.ndim - rows.ndim))
+            is_wrong, wrong_rows = misses(got, right, allowed_error)
+            is_wrong = is_wrong | wrong_rows[..., None]  # where a row is wrong as a whole, all of it is
         if is_wrong.any():
             index = tuple(int(i) for i in np.argwhere(is_wrong)[0])
             label, count = f"{name}.{part}" if part else name, f"{int(is_wrong.sum())} of {is_wrong.size} elements"
@@ -309,6 +327,7 @@ def _compare_step(name: str, output: Any, step: Step, dtype: str) -> None:
                 f"{label}: {count} differ from the reference, first at {list(index)}: "
                 f"{got[index]} instead of {right[index]}"
             )
+    # Where q may be off by its bound, the sums must still be those of the q that was written.
     if isinstance(output, QuantizedActivations) and (output.q.sum(axis=1) != output.token_sum).any():
         raise VerificationError(f"{name}.token_sum: is not the sum of what was written")
 

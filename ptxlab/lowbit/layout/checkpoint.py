@@ -1,4 +1,4 @@
-"""Weights out of and into safetensors files, one tensor at a time, as NumPy arrays; what other containers share."""
+"""Read and write safetensors files, one tensor at a time, as NumPy arrays; base classes for other formats' files."""
 
 import json
 import os
@@ -37,7 +37,13 @@ class TensorInfo:
 
 
 class TensorFile(ABC):
-    """An open file, or folder, of tensors: `tensors` maps names to `TensorInfo`, `metadata` is the file's own."""
+    """An open file, or folder, of tensors.
+
+    Attributes:
+        path: the file or folder.
+        metadata: entries that a file has beside its tensors; none of a folder.
+        tensors: every tensor by its name.
+    """
 
     path: Path
     metadata: dict[str, Any]
@@ -60,7 +66,7 @@ class TensorFile(ABC):
 
     @abstractmethod
     def read_bytes(self, name: str) -> npt.NDArray[np.uint8]:
-        """Read the bytes u8 [nbytes] of the tensor `name`, of any dtype."""
+        """Read the bytes u8 [nbytes] of the tensor `name`, of any dtype; the name must be in `tensors`."""
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
@@ -110,7 +116,11 @@ class Checkpoint(TensorFile):
 
     @cached_property
     def _header(self) -> tuple[int, dict[str, Any]]:
-        """Offset of the tensors' bytes, and the header, which the library has already found valid."""
+        """Offset of the tensors' bytes, and the header, which the library has already found valid.
+
+        The library does not tell where a tensor lies, and cannot read bfloat16 into NumPy. So the header is parsed
+        here once more, and tensors are read by their offsets.
+        """
         with self.path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             return 8 + length, json.loads(file.read(length))
@@ -119,13 +129,15 @@ class Checkpoint(TensorFile):
 class CheckpointFolder(TensorFile):
     """The safetensors files of a folder as one.
 
-    They are `model.safetensors`; else those that the index names; else all, but adapters, copies in other layouts or
-    dtypes and optimizer states only where there is nothing else. So transformers reads a folder, which reads no others.
+    They are `model.safetensors`; without it, the files that the index names; without an index, every safetensors file
+    except side files: adapters, copies in other layouts or dtypes, optimizer states. A folder that has nothing else is
+    read from its side files. transformers looks for the first two, in this order, and reads no other files.
 
-    Raises FileError for a folder without such files, one that is broken, a tensor that lies in two, and an index that
-    names what is not there.
+    Raises FileError for a folder without such files, a broken file or index, a tensor that lies in two files, and an
+    index that names a tensor or a file that is not there.
     """
 
+    # A subclass for another format replaces these four.
     _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
     _PATTERNS: tuple[str, ...] = ("*.safetensors",)
     _OPEN: Callable[[Path], TensorFile] = Checkpoint
@@ -135,8 +147,8 @@ class CheckpointFolder(TensorFile):
         self.metadata = {}
         index = self.path / self._INDEX
         is_whole = (self.path / self._WHOLE).is_file()
-        names = _read_index(index) if index.is_file() and not is_whole else {}
-        files = [self.path / name for name in ([self._WHOLE] if is_whole else sorted({*names.values()}))]
+        file_of_tensor = _read_index(index) if index.is_file() and not is_whole else {}
+        files = [self.path / name for name in ([self._WHOLE] if is_whole else sorted({*file_of_tensor.values()}))]
         files = files or self.other_files(self.path)
         if not files:
             raise FileError(f"{self.path}: no {' or '.join(self._PATTERNS).replace('*', '')} file")
@@ -147,9 +159,9 @@ class CheckpointFolder(TensorFile):
                 if name in self.tensors:
                     raise FileError(f"{checkpoint.path}: {name} is in {self._files[name].path.name} too")
                 self._files[name], self.tensors[name] = checkpoint, tensor
-        for name, file in names.items():
-            if name not in self._files or self._files[name].path.name != file:
-                raise FileError(f"{index}: {name} is not in {file}")
+        for name, file_name in file_of_tensor.items():
+            if name not in self._files or self._files[name].path.name != file_name:
+                raise FileError(f"{index}: {name} is not in {file_name}")
 
     @classmethod
     def is_named(cls, folder: Path) -> bool:
@@ -158,14 +170,18 @@ class CheckpointFolder(TensorFile):
 
     @classmethod
     def other_files(cls, folder: Path, *, side_files: bool = True) -> list[Path]:
-        """List the files of other names; adapters, copies and optimizers, only where nothing else is there."""
+        """List the folder's files of this format, but side files (adapters, copies, optimizer states) only if alone.
+
+        Without `side_files` they are left out even then.
+        """
         files = sorted({file for pattern in cls._PATTERNS for file in folder.glob(pattern)})
         models = [file for file in files if not any(fnmatchcase(file.name, pattern) for pattern in _SIDE_FILES)]
         return models or (files if side_files else [])
 
     def read(self, name: str) -> npt.NDArray[Any]:
         """See `TensorFile.read`."""
-        return self._files[self._info(name).name].read(name)
+        self._info(name)  # raises for a name that is in no file
+        return self._files[name].read(name)
 
     def read_bytes(self, name: str) -> npt.NDArray[np.uint8]:
         """See `TensorFile.read_bytes`."""
@@ -176,12 +192,12 @@ def _read_index(index: Path) -> dict[str, str]:
     """Read the file name of each tensor from an index."""
     try:
         weight_map = read_json(index)["weight_map"]
-        names = {str(tensor): Path(file).name for tensor, file in weight_map.items()}
+        file_of_tensor = {str(tensor): Path(file).name for tensor, file in weight_map.items()}
     except (KeyError, TypeError, AttributeError):
         raise FileError(f"{index}: not an index with a weight_map of file names") from None
     if outside_file := next((file for file in weight_map.values() if file != Path(file).name), None):
         raise FileError(f"{index}: must name files of its own folder (got {outside_file})")
-    return names
+    return file_of_tensor
 
 
 def write_checkpoint(
@@ -192,9 +208,12 @@ def write_checkpoint(
 ) -> None:
     """Write a safetensors file whose `tensors` are known before their `contents`, which may come in any order.
 
-    The header is written first, then each array (C order, of the size announced) at its place, so that memory is
-    bounded by the largest. The file appears under its name only when it is complete: whatever `contents` raises leaves
-    nothing behind. Raises FileError if it cannot be written, ArgumentError for two tensors of one name.
+    The header is written first, then each array (C order, of the size announced) at its place, so that one
+    array at a time need be in memory. The file appears under its name only when it is complete: whatever `contents`
+    raises leaves nothing behind.
+
+    Raises FileError if it cannot be written, ArgumentError for two tensors of one name, and KeyError or ValueError for
+    contents that are not those announced.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     begin, places = 0, {}
@@ -207,7 +226,7 @@ def write_checkpoint(
         places[tensor.name] = range(begin, end)
         begin = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the first tensor is aligned too
 
     def write(file: BinaryIO) -> None:
         file.write(struct.pack("<Q", len(text)) + text)
@@ -231,7 +250,8 @@ def _width(tensor: TensorInfo) -> int:
 def encoder_matrices(path: str | os.PathLike[str]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Yield name and array of every weight matrix in a file's transformer layers (`layer.3.`, `layers.3.`).
 
-    Embeddings, heads, vectors and tensors of other dtypes are left out. Raises FileError as `Checkpoint` does.
+    The layers may be a decoder's as well. Embeddings, heads, vectors and tensors whose dtype is not one of `FLOATS` are
+    left out. Raises FileError as `Checkpoint` does.
     """
     checkpoint = Checkpoint(path)
     for tensor in checkpoint.tensors.values():
