@@ -95,20 +95,21 @@ def table1(record: Record | None) -> str:
     if record is None or rows.empty:
         return MISSING
     step_rows = rows[rows.face != FACE]
-    times = {step: step_rows[step_rows.kernel == step].set_index("L").time_us for step in TABLE1_STEPS}
+    times = {f"`{step}`": step_rows[step_rows.kernel == step].set_index("L").time_us for step in TABLE1_STEPS}
+    kv8_us, naive_us, kv4_us = times.values()
     dispatched_rows = rows[rows.face == FACE]
     for config, cache in TABLE1_COLUMNS:
         cache_rows = dispatched_rows[[row_config == config for row_config in dispatched_rows.config]]
         if not cache_rows.empty:
-            times[f"{FACE}, {cache}"] = cache_rows.set_index("L").time_us
-    kv8_us, naive_us, kv4_us = (times[step] for step in TABLE1_STEPS)
-    table = pd.DataFrame({f"`{step}`": us for step, us in times.items()})
-    table["naive over 8 bits"], table["prefetch over 8 bits"] = kv8_us / naive_us, kv8_us / kv4_us
-    table["the two ratios, QServe"] = [f"{a:.2f}x, {b:.2f}x" for a, b in (A100_TABLE1[L] for L in table.index)]
+            times[f"`{FACE}`, {cache}"] = cache_rows.set_index("L").time_us
+    table = pd.DataFrame(times)
+    naive_on_a100, prefetch_on_a100 = zip(*(A100_TABLE1[L] for L in table.index), strict=True)
+    table["naive over 8 bits"], table["naive over 8 bits, A100"] = kv8_us / naive_us, naive_on_a100
+    table["prefetch over 8 bits"], table["prefetch over 8 bits, A100"] = kv8_us / kv4_us, prefetch_on_a100
     table = table.reset_index(names="tokens")
-    formats = {column: "{:.1f}" if "`" in column else "{:.2f}x" for column in table.columns[1:-1]}
+    formats = {column: "{:.1f}" if "`" in column else "{:.2f}x" for column in table.columns[1:]}
     note = (
-        f"µs at 64 sequences, heads 32/32. QServe measured on an A100 (QServe Table 1); its 8-bit kernel is"
+        f"µs at 64 sequences, heads 32/32. The A100's ratios are QServe's (QServe Table 1); its 8-bit kernel is"
         f" TensorRT-LLM's, with static scales. Here scales are per token and head; in the column that says static, they"
         f" are per channel. Measured on one {record.device['name']}:"
         f" `ptxlab bench attention --only {TABLE1_PART}`, {record.date[:10]}, commit {record.revision}."
@@ -325,8 +326,9 @@ def others_table(record: Record | None) -> str:
 def _origin(record: Record) -> str:
     """Describe how the figures were measured and checked, and name the record they come from."""
     return (
-        "Head dim 128, FP16, pages of 64 tokens in random order; every result checked against float64, within what the"
-        f" kernel's roundings may add up to. Measured on one {record.device['name']}: `python -m benchmarks attention`,"
+        "Head dim 128, FP16, pages of 64 tokens in random order. Every result is compared with float64 and may differ"
+        " by as much as the kernel's roundings can add up to. Measured on one"
+        f" {record.device['name']}: `python -m benchmarks attention`,"
         f" {record.date[:10]}, commit {record.revision}, read ceiling {record.ceilings['read_tbps']:.2f} TB/s."
         f" {origin_of_peers(record, MEASURE, stored_attention())}"
     )

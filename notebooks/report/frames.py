@@ -181,8 +181,7 @@ def origin_of_peers(record: Record, measure: str, stored: Stored) -> str:
         return ""
     libraries, ratios = " and ".join(run_libraries), time_ratios.values()
     return (
-        f"{libraries} ran beside `ptxlab`; the other peers were timed once before, on an H200 too"
-        f" ([peers](notebooks/results/h200/peers/README.md)). {libraries} ran both times: the earlier times"
-        f" are {mean(ratios):.2f} of the later ones (geometric mean; {min(ratios):.2f} to {max(ratios):.2f} at single"
-        " points)."
+        f"{libraries} ran beside `ptxlab`. The other peers were timed in one earlier run, also on an H200"
+        f" ([peers](notebooks/results/h200/peers/README.md)). Times of {libraries} in that run are {mean(ratios):.2f}"
+        f" of those in this one (geometric mean; {min(ratios):.2f} to {max(ratios):.2f} at single points)."
     )

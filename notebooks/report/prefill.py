@@ -77,8 +77,8 @@ def failure_lines(record: Record) -> list[str]:
     """Say for each chunk whose peers failed which they are, and why; one line each."""
     failed = [(row.sizes, row.checked.partition("left out: ")[2]) for row in record.rows]
     return [
-        f"Not measured with {sizes['T']:,} queries behind {sizes['C']:,} tokens, heads {sizes['Hq']}/{sizes['Hkv']} of"
-        f" {sizes['D']}: {reasons}.\n"
+        f"Left out with {sizes['T']:,} queries behind {sizes['C']:,} tokens (heads {sizes['Hq']}/{sizes['Hkv']} of"
+        f" {sizes['D']}): `{reasons}`.\n"
         for sizes, reasons in failed
         if reasons
     ]

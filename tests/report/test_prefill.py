@@ -40,7 +40,7 @@ def test_peers_that_failed_are_named_with_their_reason() -> None:
     lines = prefill.failure_lines(record(checked="6 queries; left out: fa3_f16: ImportError no module"))
     assert len(lines) == len(HEADS) * len(CONTEXTS) * len(QUERIES)
     assert re.fullmatch(
-        r"Not measured with 128 queries behind 0 tokens, heads 32/8 of 128: fa3_f16: ImportError no module\.\n",
+        r"Left out with 128 queries behind 0 tokens \(heads 32/8 of 128\): `fa3_f16: ImportError no module`\.\n",
         lines[0],
     )
 
