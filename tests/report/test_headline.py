@@ -177,7 +177,7 @@ def test_the_first_table() -> None:
     assert f"| **mean** | 16 |  | {frames.fraction(part):.2f} | {' | '.join(means)} |" in table
     assert (
         "row-major activations" in table
-        and "cuBLAS ran beside `ptxlab`; the other peers were timed once before" in table
+        and "cuBLAS ran beside `ptxlab`. The other peers were timed in one earlier run" in table
     )
     assert "| 32 |" not in table and "| 32 | 0.89 |" in gemm.means_table(RECORD)
 
