@@ -90,7 +90,9 @@ def test_table() -> None:
     lines = table.splitlines()
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
     assert [line.split("`")[1] for line in lines[2 : 2 + len(NAMES)]] == [ladder.short_name(name) for name in NAMES]
-    assert "made-up H200" in table and "cuBLAS ran beside `ptxlab`. The other peers were timed in one earlier run" in table
+    assert (
+        "made-up H200" in table and "cuBLAS ran beside `ptxlab`. The other peers were timed in one earlier run" in table
+    )
     assert "nan" not in table
 
 
