@@ -176,7 +176,8 @@ def _changes(text: str, node: ast.AST, place: Callable[[int, int], int]) -> Iter
                 if isinstance(left, _EXCHANGED) and isinstance(right, _EXCHANGED):
                     first, second = text[start(left) : stop(left)], text[start(right) : stop(right)]
                     middle = text[stop(left) : start(right)]
-                    yield Change("argument", start(left), stop(right), second + middle + first)
+                    if first != second:
+                        yield Change("argument", start(left), stop(right), second + middle + first)
             arguments = sorted([*node.args, *node.keywords], key=start)
             for at, argument in enumerate(arguments):
                 if isinstance(argument, ast.keyword) and argument.arg not in (None, _GUARD):

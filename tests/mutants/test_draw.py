@@ -20,6 +20,7 @@ def f(x: int = 3, *, deep: bool = False) -> list[int]:
         raise ValueError("é", 5)
     y = -x + g("ü", x, y, deep=True)
     z.append(zip(x, y, strict=True))
+    w.update(x, x)
     return f"{y - 1}"
 '''
 
@@ -47,6 +48,7 @@ def test_each_kind_of_mistake_is_made_where_code_runs() -> None:
         (10, "constant", "True", "False"),
         (11, "argument", "x, y", "y, x"),
         (11, "statement", "z.append(zip(x, y, strict=True))", "pass"),
+        (12, "statement", "w.update(x, x)", "pass"),  # two equal arguments are not exchanged
     }
 
 

@@ -363,6 +363,17 @@ def test_hostile_tokenizers_are_stopped(name: str, tmp_path: Path, monkeypatch: 
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
+def test_a_token_for_each_byte_of_the_longest_form_is_encoded(tmp_path: Path) -> None:
+    """NFKC makes 33 bytes of U+FDFA, of which no two are merged here."""
+    text, steps = "\ufdfa" * 40, [split(r"[\s]+|\S+"), {**BYTES, "add_prefix_space": False}]
+    normalizer = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, replace({"Regex": "(?=q)"}, "")]}
+    sections = {"normalizer": normalizer, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+    ours = Tokenizer.from_folder(write(tmp_path, sections))
+    assert ours._guarded is not None
+    right = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids
+    assert ours.encode(text).tolist() == right and len(right) > 32 * (len(text) + 1)
+
+
 def test_a_guarded_tokenizer_encodes_and_is_saved_whole(tmp_path: Path) -> None:
     """Take an unknown but harmless pattern."""
     steps = [split(r"[\s]+|\S+"), {**BYTES, "add_prefix_space": False}]
