@@ -76,11 +76,15 @@ class Buffer:
 
 @dataclass
 class LoopIterations:
-    """Counters of a loop whose length an input decides: iterations, each lane's last guard, solver seconds."""
+    """Counters of a loop whose length an input decides: iterations, solver seconds, what each lane's last guard was.
+
+    Attributes:
+        guards: by lane, the guard and whether it can hold.
+    """
 
     count: int = 0
     seconds: float = 0.0
-    guards: dict[int, Any] = field(default_factory=dict)
+    guards: dict[int, tuple[Any, bool]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -215,21 +219,22 @@ class SymbolicExecution:
         NotModelled: the guard changes turn by turn, so an input decides how many there are, and nothing bounds it.
         """
         iterations = self.iterations[pc]
-        if (previous_guard := iterations.guards.get(lane)) is None or not previous_guard.eq(guard):
-            # All lanes go round together, so the lowest one counts for all.
-            iterations.count += previous_guard is not None and lane == min(iterations.guards)
-            iterations.guards[lane] = guard
-            start_seconds = process_time()
-            is_possible = self.can_hold(guard)
-            iterations.seconds += process_time() - start_seconds
-            if (
-                is_possible
-                and (iterations.count > MAX_ITERATIONS or iterations.seconds > SECONDS)
-                and self.has_huge_input(guard)
-            ):
-                self.refuse(self.code[pc], f"how often this loop goes round depends on {self.advice(guard)}")
+        previous_guard, is_possible = iterations.guards.get(lane, (None, False))
+        if previous_guard is not None and previous_guard.eq(guard):
             return is_possible
-        return True
+        # All lanes go round together, so the lowest one counts for all.
+        iterations.count += previous_guard is not None and lane == min(iterations.guards)
+        start_seconds = process_time()
+        is_possible = self.can_hold(guard)
+        iterations.seconds += process_time() - start_seconds
+        iterations.guards[lane] = guard, is_possible
+        if (
+            is_possible
+            and (iterations.count > MAX_ITERATIONS or iterations.seconds > SECONDS)
+            and self.has_huge_input(guard)
+        ):
+            self.refuse(self.code[pc], f"how often this loop goes round depends on {self.advice(guard)}")
+        return is_possible
 
     def has_huge_input(self, guard: Any) -> bool:
         """Return whether an input of a condition may be too large for a loop over it to be unrolled."""

@@ -48,6 +48,31 @@ BITS = """extern "C" __global__ void bits(const unsigned* x, unsigned* out) {
     out[0] = count;
 }
 """
+NESTED = """.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry nested(.param .u64 out, .param .u32 n)
+{
+    .reg .b32 %sum, %turn, %n;
+    .reg .b64 %out;
+    .reg .pred %more, %inner;
+    ld.param.u64 %out, [out];
+    ld.param.u32 %n, [n];
+    cvta.to.global.u64 %out, %out;
+    mov.u32 %sum, 0;
+    mov.u32 %turn, 0;
+outer:
+inner:
+    add.u32 %sum, %sum, 3;
+    setp.gt.u32 %inner, %n, 5;
+    @%inner bra inner;
+    add.u32 %turn, %turn, 1;
+    setp.lt.u32 %more, %turn, 3;
+    @%more bra outer;
+    st.global.u32 [%out], %sum;
+    ret;
+}
+"""
 HARD = """extern "C" __global__ void hard(const unsigned* x, unsigned long long* out) {
     out[0] = (unsigned long long)x[0] * x[1];
 }
@@ -148,6 +173,14 @@ def test_an_assumption_may_bound_a_loop(cli: Any, file: Any) -> None:
     code, out, err = cli(
         "prove", file(SUM), *assumptions, "--assume", "0 <= x.s32[2] <= 9", "--claim", "out.s32[i] <= 27"
     )
+    assert code == 0 and "proved" in out, err
+
+
+def test_an_inner_loop_that_an_assumption_excludes_stays_excluded(cli: Any, tmp_path: Path) -> None:
+    """Its branch comes back under the same guard in each turn of the outer loop."""
+    path = tmp_path / "nested.ptx"
+    path.write_text(NESTED)
+    code, out, err = cli("prove", path, "--assume", "n <= 5", "--claim", "out.u32[i] == 9")
     assert code == 0 and "proved" in out, err
 
 

@@ -1,5 +1,7 @@
 """setmaxnreg: changes no results; the register counts that warps give up and take have to add up."""
 
+from itertools import zip_longest
+
 import numpy as np
 
 from ptxlab.emulator.core.lanes import Handler, Lanes, indices_of
@@ -84,9 +86,10 @@ class RegisterBudget(Unit):
             first = block + (warp - block) // _GROUP * _GROUP
             longest_history = max(self.history[first : min(first + _GROUP, block + self.per_block)], key=len)
             if history != longest_history:
-                instruction = longest_history[min(len(history), len(longest_history) - 1)]
+                pairs = zip_longest(longest_history, history)
+                first_missed = next(missed for missed, executed in pairs if executed is not missed)
                 problem = "not all warps of the warp group execute this: one that does not is that of this thread"
-                self.fail(instruction, warp, problem)
+                self.fail(first_missed, warp, problem)
 
     def fail(self, instruction: Instruction, warp: int, problem: str) -> None:
         """Raise for a warp."""

@@ -36,6 +36,9 @@ def test_a_split_that_fits(counts: tuple[int, int]) -> None:
         ("setmaxnreg.dec.sync.aligned.u32 176;", 128, ".maxnreg 168", "has 168 .* this is no decrease"),
         ("setp.eq.u32 %q, %r2, 2; @%q ret; setmaxnreg.dec.sync.aligned.u32 24;", 128, "",
          r"thread \(64,0,0\): not all warps of the warp group execute this"),
+        ("setp.eq.u32 %q, %r2, 0; @%q bra A; setmaxnreg.dec.sync.aligned.u32 32; bra B;\n"
+         "A: setmaxnreg.dec.sync.aligned.u32 32;\nB: setmaxnreg.inc.sync.aligned.u32 40;", 128, "",
+         r"`?setmaxnreg\.dec\S* 32.*: not all warps of the warp group execute this"),
         ("setp.eq.u32 %q, %r0, 5; @%q ret; setmaxnreg.dec.sync.aligned.u32 24;", 128, "", "not all 32 threads"),
     ],
 )  # fmt: skip
