@@ -27,6 +27,7 @@ class Form:
         shared: an operand that this one reads too.
         twice: it reads one register as two operands.
         again: an equal wgmma stands ahead of it, with no fence, wait, branch or change of its operands in between.
+        differs: the one source in which it differs from an instruction ahead of it.
     """
 
     opcode: str
@@ -43,6 +44,7 @@ class Form:
     shared: int | None = None
     twice: bool = False
     again: bool = False
+    differs: int | None = None
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:

@@ -5,6 +5,7 @@ into a row of another, `slots` [rows, threads], 64 bits each. So every result of
 that differs is told from what follows of it.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ from tests.fuzz.forms import OPERAND, WRITTEN, choose
 VERSION, TARGET = "8.7", "sm_90a"
 _LETTERS = {1: "%p", 16: "%h", 32: "%r", 64: "%x"}
 _RECENT = 16  # registers that are read again
+_SET = re.compile(r"\bset\.\S*\.[su]32\.\w(32|64)")  # what makes an integer of a comparison
+_HIGH_PRODUCT = re.compile(r"(?:@\S+ )?m(?:ul|ad)c?\.hi\b\S*\.[su]32 %\w+, ([^,]+), ([^,;]+)")
 Option = TypeVar("Option")
 Extent = tuple[int, int, int]
 
@@ -119,6 +122,7 @@ class Program:
         self.is_asynchronous = False  # whether its results could depend on when copies and products are done
         self._counts: Counter[int] = Counter()  # registers by width
         self._recent: dict[int, list[tuple[str, Source]]] = {bits: [] for bits in _LETTERS}  # kind, register
+        self._factors: set[frozenset[str]] = set()  # of products whose high half is taken
 
     # Draws
 
@@ -199,6 +203,9 @@ class Program:
                 written[name] = self.register(DOMAINS[domain].bits), domain
             elif name not in sources:
                 may_be_constant = how.constants and bool(sources) and all(s.text[0] == "%" for s in sources.values())
+                if may_be_constant and template.startswith("set") and any(map(self._is_of_set, sources.values())):
+                    self.avoid("constants beside results of set")
+                    may_be_constant = False
                 sources[name] = self.source(domain, constant=may_be_constant, rule=how.fresh)
         text = OPERAND.sub(lambda m: written[m[1]][0] if m[1] in written else sources[m[1]].text, template)
         lines = [text]
@@ -213,8 +220,23 @@ class Program:
         if entry := entries.find_entry(lines[-1]):
             self.avoided[entry] += 1
             return
+        if self.repeats_factors(text):
+            return
         opcode = ("guarded " if len(lines) > 1 else "") + template.split()[0]
         self.sequence(lines, opcode, list(written.values()), tuple(sources.values()), how, is_pure=not how.crosses)
+
+    def repeats_factors(self, line: str) -> bool:
+        """Tell whether a line takes the high half of a product that an earlier one takes: it has to be left out."""
+        if not (product := _HIGH_PRODUCT.match(line)):
+            return False
+        if (factors := frozenset(product.groups())) in self._factors:
+            self.avoid("operands of mad.hi")
+            return True
+        self._factors.add(factors)
+        return False
+
+    def _is_of_set(self, source: Source) -> bool:
+        return source.slot >= 0 and bool(_SET.search(self.slots[source.slot].form))
 
     def sequence(
         self,

@@ -50,10 +50,16 @@ def notes_of(entry: Entry) -> tuple[Note, ...]:
                  for opcode in entry.opcodes}  # fmt: skip
     makers = _makers(entry) if any(forms_by_opcode.values()) else {}
     repetitions = _repetitions(entry) if entry.uses("wgmma.mma_async") else set()
+    variants = {form.differs: _variants(entry, form, makers) for forms in forms_by_opcode.values() for _, form in forms
+                if form.differs is not None}  # fmt: skip
     notes: dict[tuple[object, ...], Note] = {}
     for i, instruction in enumerate(entry.instructions):
         for quirk, form in forms_by_opcode[instruction.opcode]:
-            if _has(form, instruction, makers) and (not form.again or i in repetitions):
+            if (
+                _has(form, instruction, makers)
+                and (not form.again or i in repetitions)
+                and (form.differs is None or i in variants[form.differs])
+            ):
                 message = quirk.effect[0].lower() + quirk.effect[1:].rstrip(".")
                 text = demangle_message(instruction.text)
                 note = Note(quirk.name, instruction.path, instruction.line, text, message, instruction.callers)
@@ -90,8 +96,29 @@ def _repetitions(entry: Entry) -> set[int]:
     return repetitions
 
 
+def _variants(entry: Entry, form: quirks.Form, makers: Makers) -> set[int]:
+    """Find each instruction that differs from an earlier one in its result and in source `form.differs` alone.
+
+    Registers that both read have to be written once, as the text does not tell which of several values they hold.
+    """
+    earlier_sources: dict[tuple[object, ...], set[object]] = {}
+    variants = set()
+    for i, instruction in enumerate(entry.instructions):
+        if form.differs is None or not form.pattern.fullmatch(instruction.opcode):
+            continue
+        shared_operands = instruction.operands[1 : form.differs] + instruction.operands[form.differs + 1 :]
+        if any(register.place not in makers for register in registers(shared_operands)):
+            continue
+        source = instruction.operands[form.differs]
+        sources = earlier_sources.setdefault((instruction.opcode, shared_operands), set())
+        if sources - {source}:
+            variants.add(i)
+        sources.add(source)
+    return variants
+
+
 def _has(form: quirks.Form, instruction: Instruction, makers: Makers) -> bool:
-    """Tell whether an instruction, with the makers of its sources, has the form; `form.again` is not looked at."""
+    """Tell whether an instruction, with the makers of its sources, has the form, but for `again` and `differs`."""
     operands = instruction.operands
     constants = [_constant(operand, makers) for operand in operands]
     parts = [operand.selector.removeprefix("-") if isinstance(operand, Register) else "" for operand in operands]

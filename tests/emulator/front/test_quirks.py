@@ -58,6 +58,12 @@ def test_each_program_has_a_note_of_its_quirk_alone(quirk: quirks.Quirk) -> None
         "lop3.and.b32 %r1|%p1, %r2, %r3, %r4, 128, %p2; setp.gt.u32 %p3, %r1, 0; setp.ne.u32 %p4, %r1, 1;",
         "lop3.b32 %r1, %r2, %r3, %r4, 128; setp.ne.u32 %p3, %r1, 0; clz.b32 %r5, %r1;",
         "lop3.or.b32 %r1|%p1, %r2, %r3, %r4, 128, %p2; mov.b64 %x1, {%r1, %r2}; clz.b64 %r5, %x1; mov.b64 %x2, %x1;",
+        "set.eq.u32.u32 %r1, %r2, %r3; setp.eq.u32 %p1, %r1, -1; setp.lt.s32 %p2, %r1, 0; setp.lo.u32 %p3, %r1, 0;",
+        "set.eq.u32.s16 %r1, %h2, %h3; setp.eq.u32 %p1, %r1, 1;",
+        "set.eq.u32.f16x2 %r1, %r2, %r3; setp.ne.s32 %p1, %r1, 1;",
+        "ld.global.b32 %r1, [%in]; mad.hi.u32 %r2, %r1, 3, %r1; mad.hi.u32 %r3, %r1, 3, %r1;",
+        "ld.global.b32 %r1, [%in]; mad.hi.u32 %r2, %r1, 3, %r1; mad.hi.s32 %r3, %r1, 3, %r2;",
+        "ld.global.b32 %r1, [%in]; mad.hi.u32 %r2, %r1, 3, %r1; add.u32 %r1, %r1, 1; mad.hi.u32 %r3, %r1, 3, %r2;",
         "rcp.approx.f32 %r1, %r2; rcp.approx.ftz.f32 %r3, %r1; div.approx.ftz.f32 %r4, %r3, %r1;",
         "red.shared::cluster.add.u64 [%r1], %x1; atom.shared::cluster.min.u32 %r1, [%r2], %r3;",
         "red.shared::cta.min.u64 [%r1], %x1; red.global.min.u64 [%x1], %x1;",
@@ -69,6 +75,20 @@ def test_each_program_has_a_note_of_its_quirk_alone(quirk: quirks.Quirk) -> None
 )  # fmt: skip
 def test_no_note_beside_a_form(lines: str) -> None:
     assert notes(lines) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("comparison_of_set", "set.eq.u32.f32 %r1, %r2, %r3; setp.ne.s32 %p1|%p2, 1, %r1;"),
+        ("comparison_of_set", "set.eq.s32.s64 %r1, %x2, %x3; mov.b32 %r2, 0; setp.gt.xor.u32 %p1, %r2, %r1, %p2;"),
+        ("comparison_of_set", "set.eq.s32.f64 %r1, %x2, %x3; set.ge.f32.u32 %r2, %r1, 0;"),
+        ("addend_of_mad_hi", "vmin2.u32.u32.u32 %r1.h0, %r2, %r3, %r4; mad.hi.u32 %r5, %r2, %r3, %r1;"),
+        ("addend_of_mad_hi", "mov.b32 %r1, %t; mad.hi.cc.s32 %r2, %r1, 5, 6; mad.hi.cc.s32 %r3, %r1, 5, %t;"),
+    ],
+)  # fmt: skip
+def test_other_forms_have_one_note(name: str, lines: str) -> None:
+    assert [note.quirk for note in notes(lines)] == [name]
 
 
 def test_a_wgmma_may_repeat_any_ahead_of_it() -> None:

@@ -66,7 +66,8 @@ def _long_sums(program: Program) -> None:
         target, with_carry = program.register(bits), "c" if i else ""
         if operation == "mad" and (not i or program.chance(0.7)):
             half = program.pick("lo", "hi")
-            lines.append(f"mad{with_carry}.{half}{carries}.{t} {target}, {operand()}, {operand()}, {operand()};")
+            line = f"mad{with_carry}.{half}{carries}.{t} {target}, {operand()}, {operand()}, {operand()};"
+            lines.append(line.replace(".hi", ".lo") if program.repeats_factors(line) else line)
         else:
             name = "add" if operation == "mad" else operation
             lines.append(f"{name}{with_carry}{carries}.{t} {target}, {operand()}, {operand()};")

@@ -34,7 +34,7 @@ vset2.{T}.{T}.{ORDER} d:u32(.h0/.h1), a:b32{HALVES}, b:b32{HALVES}, c:b32;
 """)
 TABLES = [
     (TABLE, How(constants=False)),
-    (HALF_WRITTEN, How(constants=False, last="halves written by video instructions")),
+    (HALF_WRITTEN, How(constants=False, last="operands of mad.hi")),
 ]
 
 
