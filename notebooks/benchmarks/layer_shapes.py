@@ -30,7 +30,7 @@ class Work(NamedTuple):
     operations: int
 
     def us(self, ceilings: Ceilings) -> float:
-        """Compute the work's floor in microseconds."""
+        """Compute the work's floor in us, by the ceiling of reads or by `TOPS`, whichever is longer."""
         return max(self.nbytes / ceilings.read_tbps, self.operations / TOPS) / 1e6
 
 

@@ -374,12 +374,12 @@ class _Attention:
         """Compare the first sequence's results with float64."""
         import torch
 
-        keys, values = (x[0].double().cpu() for x in self.floats())
+        keys, values = (x[0].double().cpu() for x in self.first_keys_values())
         query = q[0].view(self.config.kv_heads, -1, HEAD_DIM).double().cpu()
         weights = torch.softmax(query @ keys.transpose(1, 2) * HEAD_DIM**-0.5, 2)
         peers.check_close(name, output[0].double().cpu(), (weights @ values).reshape(-1), self.tolerance)
 
-    def floats(self) -> tuple[Any, Any]:
+    def first_keys_values(self) -> tuple[Any, Any]:
         """Return keys and values of the first layer's first sequence, [1, Hkv, L, D]."""
         keys, values = self.caches[0]
         return keys[:1], values[:1]
@@ -428,7 +428,8 @@ class _Paged(_Attention):
         )
         return out.reshape(self.B, -1)
 
-    def floats(self) -> tuple[Any, Any]:
+    def first_keys_values(self) -> tuple[Any, Any]:
+        """Return keys and values of the first layer's first sequence as float32, [1, Hkv, L, D]."""
         first_sequence = (x[: self.length // PAGE].float() for x in self.caches[0])
         keys, values = (
             x.reshape(1, self.length, self.config.kv_heads, HEAD_DIM).transpose(1, 2) for x in first_sequence
@@ -696,7 +697,8 @@ def compile_jobs(
         for N, K in sorted(matrices, reverse=True)
         for group in groups
     ]
-    mix_by_format = {MIXES[mix][:2]: mix for mix in names}  # mixes of one format share what lies between
+    # Mixes of one format compile the same functions between the GEMMs.
+    mix_by_format = {MIXES[mix][:2]: mix for mix in names}
     jobs += [(_warm_between, (mix, config, max(batches))) for mix in mix_by_format.values() for config in configs]
     return jobs
 

@@ -34,7 +34,7 @@ class Accuracy:
 
 
 def load_record(name: str = "h200/accuracy.json") -> Accuracy | None:
-    """Read a record below results, if it is there; by default that of the whole table."""
+    """Read a record of `ptxlab accuracy` at `results/NAME`, or return None; by default that of every ladder's steps."""
     path = RESULTS / name
     return Accuracy(path, read_record(path, "a record of ptxlab accuracy", SCHEMA)) if path.is_file() else None
 

@@ -135,14 +135,14 @@ def crossover_figure(record: Record) -> Figure:
     figure = Figure(figsize=(14, 4.8), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, peer, peer_name in zip(panels, (W8A8, "cublas_fp8"), ("our W8A8", "cuBLAS FP8"), strict=True):
-        _plot_ratios(axes, ratios_to_8bit(record, peer))
+        _plot_ratios_to_8bit(axes, ratios_to_8bit(record, peer))
         title(axes, f"W4A8 over {peer_name}: above 1 it stops paying")
     panels[0].set_ylabel("time of W4A8 / time of 8-bit weights")
     panels[1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return figure
 
 
-def _plot_ratios(axes: Axes, ratios: pd.DataFrame) -> None:
+def _plot_ratios_to_8bit(axes: Axes, ratios: pd.DataFrame) -> None:
     for layer in LLAMA:
         measured = ratios[ratios.layer == str(layer)].set_index("M").measured.reindex(ALL_TOKENS)
         axes.plot(range(len(ALL_TOKENS)), measured, **layer_style(layer))

@@ -1,4 +1,4 @@
-"""The README's tables and pictures of profiles, from the records."""
+"""Tables and pictures of profiles in `notebooks/guide/profiling.md`, from the records."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from ptxlab.profile.nsight import Profile
 from report import RESULTS
 from report.frames import markdown
 
-COMPARED = "gemm_w4a8_sm90", "gemm_w4a8_lqq_imfp_sm90"  # the page in the README: the former beside the latter
+COMPARED = "gemm_w4a8_sm90", "gemm_w4a8_lqq_imfp_sm90"  # the page in the guide: the former beside the latter
 _SPELLING = {
     "qoq": "`__vadd4`, emulated",
     "lqq": "XOR; the addition is in the multiplication",
@@ -33,7 +33,7 @@ def profile_path(kernel: str, slug: str = "h200") -> Path:
 
 
 def load_compared() -> list[Profile]:
-    """Load the two profiles that the README compares; return an empty list unless both are recorded."""
+    """Load the two profiles that the guide compares; return an empty list unless both are recorded."""
     profiles = [profile for profile in map(load_profile, COMPARED) if profile is not None]
     return profiles if len(profiles) == len(COMPARED) else []
 

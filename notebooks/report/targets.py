@@ -202,7 +202,7 @@ _BANDWIDTHS = 1.43  # of an H200 over an H800's
 
 
 def whole_models(records: list[Record]) -> list[Target]:
-    """List the targets of whole models beside public mixes, and beside the figures of LiquidGEMM's Table 1."""
+    """List the targets of whole models: of the floor, over LiquidGEMM's Table 1, and over public mixes."""
     steps, rule, peak_rows = decode.points(records, MEASURE), decode.points(records, GENERATE), decode.peaks(records)
     targets = []
     for model, batches in _WHOLE.items():

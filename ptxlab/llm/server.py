@@ -162,20 +162,23 @@ class Server:
         while free_sequences and self.waiting:
             b, request = free_sequences[0], self.waiting[0]
             if self.share_prefixes:
-                self.runner.share(b, self._computed_as_prompt(request))
+                self.runner.share(b, self._computable_as_prompt(request))
             if not self.runner.reserve(b, len(request.all_tokens) + 1 - int(self.runner.lengths[b])):
                 return self.runner.release(b)
             self.running[free_sequences.pop(0)] = self.waiting.pop(0)
 
-    def _computed_as_prompt(self, request: Request) -> list[int]:
-        """Return the tokens of a request that launches of prompts compute; decoding computes the others."""
+    def _computable_as_prompt(self, request: Request) -> list[int]:
+        """Return the tokens of a request that a launch of prompts may compute; decoding computes the others.
+
+        They are the prompt, and unless the runner is batch-invariant, all generated tokens but the last.
+        """
         if self.runner.batch_invariant or not request.tokens:
             return request.prompt
         return request.all_tokens[:-1]
 
     def _missing_prompt(self, b: int) -> list[int]:
         """Return the tokens of a sequence's prompt that its cache lacks."""
-        return self._computed_as_prompt(self.running[b])[self.runner.lengths[b] :]
+        return self._computable_as_prompt(self.running[b])[self.runner.lengths[b] :]
 
     def _next_prompt_chunk(self) -> dict[int, list[int]]:
         """Return up to a chunk of tokens of prompts that caches lack, by sequence."""
@@ -225,7 +228,7 @@ class Server:
     def _register_pages(self, b: int) -> None:
         """Let others share the pages of a sequence that has finite logits behind its tokens but the last."""
         if self.share_prefixes:
-            tokens = self._computed_as_prompt(self.running[b])
+            tokens = self._computable_as_prompt(self.running[b])
             self.runner.register_pages(b, tokens[: self.runner.lengths[b]])
 
     def _remove(self, b: int) -> Request:

@@ -523,7 +523,7 @@ class SymbolicExecution:
         target, source, *control_operands = instruction.operands
         destination, predicate = target.elements if isinstance(target, ir.Vector) else (target, ir.Sink())
         values = {lane: self.read(lane, source, "u32") for lane in range(len(self.threads))}
-        exchanges = {}
+        source_by_lane = {}  # lane -> the lane it reads from, and whether its partner was in range
         for lane in guards:
             b, c, *mask = (_require_number(self.read(lane, operand, "u32"), "its lane") for operand in control_operands)
             number = self.thread_index(lane) % 32
@@ -535,9 +535,9 @@ class SymbolicExecution:
             partner = partner if is_in_range else number
             if mask and not mask[0] >> number & mask[0] >> partner & 1:
                 raise ValueError(f"lanes {number} and {partner} exchange, and the mask is {mask[0]:#x}")
-            exchanges[lane] = self.neighbour(lane, partner, guards), is_in_range
-        for lane, (partner, is_in_range) in exchanges.items():
-            self.write(lane, guards[lane], destination, values[partner])
+            source_by_lane[lane] = self.neighbour(lane, partner, guards), is_in_range
+        for lane, (source_lane, is_in_range) in source_by_lane.items():
+            self.write(lane, guards[lane], destination, values[source_lane])
             self.write(lane, guards[lane], predicate, z3.BoolVal(is_in_range))
 
     def neighbour(self, lane: int, number: int, guards: dict[int, Any]) -> int:

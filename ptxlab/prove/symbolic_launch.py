@@ -126,8 +126,8 @@ def layout_of(name: str, make: Callable[..., Arrays], pack: Pack, sizes: tuple[t
     counts = [a.count * a.bits for a in logical]
     numbers = np.split(np.arange(1, sum(counts) + 1), np.cumsum(counts)[:-1])
 
-    def pack_bits(input_bits: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """Pack bits of the logical inputs; return the arguments' bits."""
+    def bits_after_pack(input_bits: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Run `pack` on the logical inputs that these bits, 0 or 1, make; return the bits of its arguments by name."""
         arrays = {}
         for a, bits in zip(logical, input_bits, strict=True):
             weights = np.uint64(1) << np.arange(a.bits, dtype=np.uint64)
@@ -135,14 +135,14 @@ def layout_of(name: str, make: Callable[..., Arrays], pack: Pack, sizes: tuple[t
         return {n: np.unpackbits(np.ascontiguousarray(x).view(np.uint8).reshape(-1), bitorder="little")
                 for n, x in pack(arrays).items()}  # fmt: skip
 
-    base = pack_bits([np.zeros(len(n), np.uint8) for n in numbers])
+    base = bits_after_pack([np.zeros(len(n), np.uint8) for n in numbers])
     origin = {name: np.zeros(len(bits), np.int64) for name, bits in base.items()}
     for digit in range(sum(counts).bit_length()):
-        for name, bits in pack_bits([(n >> digit & 1).astype(np.uint8) for n in numbers]).items():
+        for name, bits in bits_after_pack([(n >> digit & 1).astype(np.uint8) for n in numbers]).items():
             origin[name] |= (bits ^ base[name]).astype(np.int64) << digit
     random_bits = np.random.default_rng(1).integers(0, 2, 1 + sum(counts), np.uint8)
     random_bits[0] = 0
-    for argument, bits in pack_bits([random_bits[n] for n in numbers]).items():
+    for argument, bits in bits_after_pack([random_bits[n] for n in numbers]).items():
         is_bit_number = origin[argument] < len(random_bits)
         if not is_bit_number.all() or (bits != random_bits[origin[argument]] ^ base[argument]).any():
             raise NotModelled(f"{name}: {argument}: its pack does more than to move bits")

@@ -101,7 +101,7 @@ def target(
 
 
 def _refuse_options(options: Mapping[str, Any], kernel: str, *names: str) -> None:
-    """Raise ArgumentError for options that this kind of kernel does not take."""
+    """Raise ArgumentError for the first of the options `names` that is set (not empty): `kernel` does not take it."""
     for name in names:
         if options[name]:
             raise ArgumentError(name, f"not for {kernel}, which its own library compiles", options[name])

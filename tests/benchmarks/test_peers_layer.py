@@ -251,7 +251,7 @@ def test_paged_caches_hold_what_contiguous_ones_do(on_cpu: pytest.MonkeyPatch) -
     for flat, pages in zip(plain.caches[0], paged.caches[0], strict=True):
         back = pages.view(3, LENGTH, 2, 128).transpose(1, 2)
         assert bool((back.float() == flat.to(torch.float8_e4m3fn).float()).all())
-    keys, _ = paged.floats()
+    keys, _ = paged.first_keys_values()
     assert keys.shape == (1, 2, LENGTH, 128)
 
 

@@ -34,7 +34,11 @@ class DeviceLock:
         self.alone: bool | None = None  # how it is held; None: not at all
 
     def acquire(self, *, alone: bool) -> None:
-        """Wait for the device; a process that holds it alone keeps it."""
+        """Wait for the device.
+
+        A process that holds it alone may acquire it alone again. Any other second call without `release` raises
+        AssertionError.
+        """
         if self.alone is not None:
             assert self.alone and alone, "released after every test, but between two that measure"
             return

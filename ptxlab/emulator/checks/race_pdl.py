@@ -38,7 +38,7 @@ class RacePdl(Check):
         self.is_predecessor_region = np.isin(machine.memory.starts, machine.launch.after_wait)  # of each region
 
     def wait_for_predecessors(self, lanes: Lanes) -> None:
-        """Record that these lanes have waited: all their later accesses are allowed."""
+        """Record that these lanes have waited: later, only `.nc` reads of the predecessor's buffers are not allowed."""
         indices = indices_of(lanes)
         self.is_behind[indices] = True
         self.record_behind(indices, self.clocks.own_times[indices], engine=False)

@@ -145,12 +145,12 @@ def _div(op: Opcode) -> AluOperation:
 
     if mode == "rn":
 
-        def direct(a: Array, b: Array) -> Array:
+        def divide_to_nearest(a: Array, b: Array) -> Array:
             a, b = (flush(a, t), flush(b, t)) if ftz else (a, b)
             quotient = canonical(a / b, t)
             return flush(quotient, t) if ftz else quotient
 
-        return AluOperation((t,), (t, t), direct)
+        return AluOperation((t,), (t, t), divide_to_nearest)
     return wide_operation(t, 2, divide, mode, ftz, sat)
 
 

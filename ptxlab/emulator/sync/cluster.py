@@ -66,21 +66,21 @@ class ClusterBarriers(Unit):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
-        self.size = machine.cluster_memory.size * machine.stride  # lanes of a cluster
+        self.lanes_per_cluster = machine.cluster_memory.size * machine.stride
         self.arrivals, self.waits = np.zeros((2, machine.lanes), np.int64)  # how often each lane has
-        self.phase = np.zeros(machine.lanes // self.size, np.int64)  # of each cluster: completed so far
+        self.phase = np.zeros(machine.lanes // self.lanes_per_cluster, np.int64)  # of each cluster: completed so far
         self.waiting: dict[int, list[Parked]] = defaultdict(list)
 
     def parts(self, lanes: Lanes) -> Iterator[tuple[int, Array]]:
         """Yield the clusters that these lanes belong to, each with its lanes among them."""
         indices = indices_of(lanes)
-        clusters = indices // self.size
+        clusters = indices // self.lanes_per_cluster
         for cluster in np.unique(clusters).tolist():
             yield cluster, indices[clusters == cluster]
 
     def complete_if_due(self, cluster: int) -> None:
         """Complete the cluster's phase if all of its threads that have not ended have arrived."""
-        lanes = slice(cluster * self.size, (cluster + 1) * self.size)
+        lanes = slice(cluster * self.lanes_per_cluster, (cluster + 1) * self.lanes_per_cluster)
         is_alive = self.machine.alive[lanes]
         if not is_alive.any() or (self.arrivals[lanes][is_alive] <= self.phase[cluster]).any():
             return

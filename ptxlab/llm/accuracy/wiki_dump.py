@@ -14,7 +14,8 @@ SHORTEST = 1000  # characters of an article; shorter pages mostly list other art
 def read_wiki(path: Path) -> list[str]:
     """Read the articles of a MediaWiki dump (.xml.bz2), in its order, as paragraphs of plain text.
 
-    Redirects and articles of fewer than `SHORTEST` characters are left out. Raises FileError for another file.
+    Redirects and articles of fewer than `SHORTEST` characters are left out. Raises FileError for what is no readable
+    .xml.bz2 of MediaWiki.
     """
     try:
         with bz2.open(path) as file:

@@ -45,14 +45,14 @@ def round_to_nearest(w: Array, hessian: Array | None, grid: Grid) -> Rounded:
 def gptq(w: Array, hessian: Array, grid: Grid, *, damping: float = DAMPING) -> Rounded:
     """Quantise w float [N, K] by GPTQ on a grid that was made for w.
 
-    Groups are processed in descending order of their mean of H's diagonal, and so are the columns within a group. The
-    levels of a group are chosen when it begins, for the weights as updated by then. A row keeps rounding to nearest
-    if that has the smaller error.
+    Groups are processed in descending order of their mean of H's diagonal, and so are the columns within a group. Each
+    group's levels are chosen when GPTQ reaches it, among those of `grid`, for the weights as updated by then. A row
+    keeps rounding to nearest if that has the smaller error.
 
     Args:
         w: the matrix, f32 or f64; its dtype is that of the computation.
         hessian: H = Xᵀ X of its inputs, [K, K], up to a constant factor.
-        grid: levels of the scheme.
+        grid: the levels that the scheme allows.
         damping: added to H's diagonal, in units of the diagonal's mean.
 
     Raises ArgumentError for a Hessian that is not finite or not of w's width.

@@ -247,7 +247,7 @@ class SymmetricGrid(Grid):
     def candidates(self, group: int, w: Array) -> tuple[Levels, Constants]:
         """See `Grid.candidates`."""
         bits = self.bits[group]
-        largest_integer = 2 ** (bits - 1) - 1
+        largest_integer = 2 ** (bits - 1) - 1  # of 4 bits the smallest is one further, -8
         largest_weight = np.abs(w).max(axis=0)
         shrink, _ = self.search_pairs(w, SHRINKS)
         if self.packs:

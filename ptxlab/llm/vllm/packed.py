@@ -109,9 +109,10 @@ class PackedLinearMethod(W4A8LinearMethod):
         return replace(self.matrix, layout=_LAYOUT)
 
     def _load_whole(self, param: Tensor, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
-        """Copy a buffer; vLLM fills in `param` by this name.
+        """Copy a whole buffer into `param`, a name that vLLM passes.
 
-        Raises ArgumentError for another dtype or shape than the layer's weight has, and for a part of a merged matrix.
+        Raises ArgumentError for any shard id, since matrices of one product are packed as one, and for another dtype or
+        shape than `param` has.
         """
         if loaded_shard_id is not None:
             raise self._error("matrices of one product must be packed as one", f"part {loaded_shard_id} alone")

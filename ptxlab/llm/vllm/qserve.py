@@ -101,8 +101,8 @@ class QServeLinearMethod(W4A8LinearMethod):
         floats = {name: array.astype("float32") for name, array in arrays.items() if name.startswith("s1_")}
         qweight = loaded["qweight"]
         loaded.clear()
-        weight = convert_parts([qserve_weight(arrays | floats)]).weight
+        quantised_weight = convert_parts([qserve_weight(arrays | floats)]).weight
         expected_class = QoQChannelWeight if self.checkpoint_group is None else LQQWeight
-        if not isinstance(weight, expected_class):
+        if not isinstance(quantised_weight, expected_class):
             raise ArgumentError("s1_szeros", "must be integers 0..15 times s1_scales", "others")
-        return pack_quantised(weight, qweight, self.matrix.layout)
+        return pack_quantised(quantised_weight, qweight, self.matrix.layout)

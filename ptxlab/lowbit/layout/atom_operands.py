@@ -191,9 +191,10 @@ def activation_shapes(layout: str, M: int, K: int, outliers: int, group: int) ->
 
 
 def pack_atom_activations(x: AtomRows, layout: str = "bytes") -> AtomActivations:
-    """Pack quantised activations (NumPy or CuPy) in a kernel's order; `unpack_atom_activations` is the inverse.
+    """Lay out quantised activations (NumPy or CuPy) as a kernel reads them; the channels keep their order.
 
-    Raises ArgumentError: an unknown layout, no AtomRows, another group.
+    `bytes`: INT4 a byte each, then INT8. `pairs`: INT4 two a byte, and INT8 beside. `unpack_atom_activations` is the
+    inverse. Raises ArgumentError: an unknown layout, no AtomRows, another group.
     """
     (M, _), K, outliers = require_atom_rows("x", x).shape, x.q4.shape[1], x.q8.shape[1]
     activation_shapes(layout, M, K, outliers, x.group)

@@ -40,8 +40,8 @@ def page_bytes(scheme: str, page_size: int, head_dim: int) -> int:
 def pack_pages(quantized: QuantizedKV, page_size: int) -> U8:
     """Pack keys or values [tokens, heads, D] of a sequence in pages u8 [ceil(tokens / page_size), heads, page_bytes].
 
-    What the last page has left is 0. NumPy or CuPy. Raises ArgumentError as `page_bytes` does, for a value above 15
-    of 4 bits, or for a batch.
+    Scales and zeros of a scheme by channel are not in the pages. What the last page has left is 0. NumPy or CuPy.
+    Raises ArgumentError as `page_bytes` does, for a value above 15 of 4 bits, or for a batch.
     """
     if not isinstance(quantized, QuantizedKV):
         raise ArgumentError("quantized", "must be a QuantizedKV (quant.quantize_kv)", type(quantized).__name__)

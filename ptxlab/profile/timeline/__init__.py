@@ -203,8 +203,8 @@ def _issued_groups(stamps: Iterable[Stamp]) -> Iterator[tuple[int, int, int]]:
     yield from ((begin, last_wait, clocks) for begin, clocks in groups_in_flight)
 
 
-def read_tracks(buffer: np.ndarray) -> tuple[tuple[Track, ...], float]:
-    """Read the tracks in the bytes of `ptxlab_timeline`; return them and the clocks per nanosecond.
+def read_tracks(buffer: np.ndarray) -> tuple[Track, ...]:
+    """Read the tracks in the bytes of `ptxlab_timeline`.
 
     SMs count from different beginnings: the time in nanoseconds of each track's first stamp brings them together.
     """
@@ -212,13 +212,13 @@ def read_tracks(buffer: np.ndarray) -> tuple[tuple[Track, ...], float]:
     begin = 2 + int(words[1]) // 8
     rows = words[begin : begin + TRACKS * STAMPS].reshape(TRACKS, STAMPS)[: min(int(words[0]), TRACKS)]
     if not len(rows):
-        return (), 0.0
+        return ()
     place, block, ns, clock, ns_end, clock_end = rows[:, :HEADER].T.astype(np.int64)
     sm = place & 0xFFFFFFFF
     rates = (clock_end - clock)[ns_end > ns] / (ns_end - ns)[ns_end > ns]
-    rate = float(np.median(rates)) if len(rates) else 1.0
+    clocks_per_ns = float(np.median(rates)) if len(rates) else 1.0
     origin = {number: int(clock[sm == number].min()) for number in np.unique(sm).tolist()}
-    clock_offset = {number: (int(ns[sm == number].min()) - int(ns.min())) * rate for number in origin}
+    clock_offset = {number: (int(ns[sm == number].min()) - int(ns.min())) * clocks_per_ns for number in origin}
     tracks = []
     columns = rows, sm.tolist(), block.tolist(), (place >> 32).tolist(), clock
     for row, number, track_block, warp, first_clock in zip(*columns, strict=True):
@@ -228,7 +228,7 @@ def read_tracks(buffer: np.ndarray) -> tuple[tuple[Track, ...], float]:
         stamps = zip(times[:count].tolist(), (high & 0xFF)[:count].tolist(), (high >> 8)[:count].tolist(), strict=True)
         tracks.append(Track(number, track_block, warp, tuple(stamps)))
     tracks.sort(key=lambda track: (track.sm, track.stamps[0][0] if not track.block else track.block, track.warp))
-    return tuple(tracks), rate
+    return tuple(tracks)
 
 
 def default_path(timeline: Timeline) -> Path:

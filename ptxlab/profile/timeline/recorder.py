@@ -66,7 +66,7 @@ def record(
         spec.arguments(arrays, sizes_and_constants), geometry, backend="emulator", step_clock=True
     )
     assert emulation is not None
-    tracks, _ = timeline.read_tracks(np.frombuffer(emulation.variables[VARIABLE], np.uint8))
+    tracks = timeline.read_tracks(np.frombuffer(emulation.variables[VARIABLE], np.uint8))
     return replace(empty_timeline, tracks=tracks)
 
 
@@ -100,7 +100,7 @@ def _on_gpu(
     )
     for call in with_restart(launches(stamping_kernel)):  # the last one's stamps are those that are read
         call()
-    tracks, _ = timeline.read_tracks(gpu.to_host(buffer))
+    tracks = timeline.read_tracks(gpu.to_host(buffer))
     if not tracks:
         raise UnavailableError(f"{spec.name}: no block ran on an SM below {_SMS}")
     device = gpu.device_info()

@@ -91,7 +91,7 @@ def test_other_forms_have_one_note(name: str, lines: str) -> None:
     assert [note.quirk for note in notes(lines)] == [name]
 
 
-def test_a_wgmma_may_repeat_any_ahead_of_it() -> None:
+def test_a_wgmma_is_noted_as_equal_though_others_are_in_between() -> None:
     first, second = f"{WGMMA}, %x1, %x2, %p1;", f"{WGMMA}, %x1, %x3, %p1;"
     (note,) = notes(f"{first}\n{second}\nwgmma.commit_group.sync.aligned;\n{first}\nadd.s64 %x2, %x2, 2;\n{first}")
     assert (note.quirk, note.line) == ("equal_wgmma", 13)

@@ -56,7 +56,7 @@ def test_articles_of_a_dump(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"no bz2", dump("<page>")[:-20], bz2.compress(b"<mediawiki><page>"), b""])
-def test_another_file_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_what_is_no_whole_dump_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "dump.xml.bz2"
     path.write_bytes(content)
     with pytest.raises(FileError, match=r"dump\.xml\.bz2: not a readable \.xml\.bz2 of MediaWiki \(.+\)$"):

@@ -36,8 +36,8 @@ class Recorded(Numerics):
         return self.inner.round_to_cache(keys, values, layer)
 
 
-def read(layer: Layer, numerics: Numerics = EXACT) -> dict[str, list[Any]]:
-    """Record the inputs of a layer's matrices, sample by sample."""
+def record_inputs(layer: Layer, numerics: Numerics = EXACT) -> dict[str, list[Any]]:
+    """Run the layer on each of `STATES`; return the inputs of its matrices and `keys` by name, one array per sample."""
     recorded = Recorded(numerics)
     for x in STATES:
         MODEL.run_layer(x, layer, recorded)
@@ -51,7 +51,7 @@ def assert_same(layer: Layer, expected: Layer) -> None:
 
 
 def test_steps_get_the_largest_magnitudes_of_all_samples() -> None:
-    largest = {name: np.abs(np.concatenate(inputs)).max(axis=0) for name, inputs in read(LAYER).items()}
+    largest = {name: np.abs(np.concatenate(inputs)).max(axis=0) for name, inputs in record_inputs(LAYER).items()}
     right = steps.smooth_keys(LAYER, largest["keys"].reshape(2, 16), 0.4)
     right, factor = steps.smooth_down(right, largest["down"], 0.3, 0.8)
     right = steps.reorder_heads(steps.reorder_down(right, largest["down"] / factor), largest["o"].reshape(4, 16))
@@ -62,10 +62,10 @@ def test_steps_get_the_largest_magnitudes_of_all_samples() -> None:
 
 
 def test_heads_are_smoothed_before_they_are_reordered() -> None:
-    largest = np.abs(np.concatenate(read(LAYER)["o"])).max(axis=0).reshape(4, 16)
+    largest = np.abs(np.concatenate(record_inputs(LAYER)["o"])).max(axis=0).reshape(4, 16)
     right, factor = steps.smooth_heads(LAYER, largest, 0.1, 0.9)
     right = steps.reorder_heads(
-        steps.reorder_down(right, np.abs(np.concatenate(read(LAYER)["down"])).max(axis=0)),
+        steps.reorder_down(right, np.abs(np.concatenate(record_inputs(LAYER)["down"])).max(axis=0)),
         largest / np.repeat(factor, 2, axis=0),
     )
     assert_same(
@@ -83,7 +83,7 @@ def test_smoothed_heads_lose_less_where_the_input_of_o_has_outliers() -> None:
         smoothed = {**calibrate.smooth_and_reorder(MODEL, layer, STATES, recipe)}
         weight = smoothed["o"]
         smoothed["o"] = steps.round_to_nearest(weight, None, recipe.grid(weight)).values
-        inputs = read(layer)["o"], read(smoothed)["o"]
+        inputs = record_inputs(layer)["o"], record_inputs(smoothed)["o"]
         outputs = [recipe.numerics().input(x) @ smoothed["o"].T for x in inputs[1]]
         pairs = zip(inputs[0], outputs, strict=True)
         errors.append(sum(float(np.square(y - x @ layer["o"].T).sum()) for x, y in pairs))
@@ -110,7 +110,7 @@ def test_matrices_are_rounded_on_inputs_with_the_errors_of_those_before(recipe: 
     }  # fmt: skip
     for fused, names in FUSED.items():
         numerics, w = recipe.numerics(), np.concatenate([LAYER[name] for name in names])
-        inputs = [numerics.input(x) if recipe.acts == 8 else x for x in read(floats, numerics)[names[0]]]
+        inputs = [numerics.input(x) if recipe.acts == 8 else x for x in record_inputs(floats, numerics)[names[0]]]
         hessian = np.sum([(x.T @ x).astype(np.float64) for x in inputs], axis=0)
         order = np.argsort(np.diagonal(hessian), kind="stable") if recipe.kept else np.arange(w.shape[1])
         w, hessian = w[:, order], hessian[order][:, order]

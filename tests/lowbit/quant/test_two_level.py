@@ -95,12 +95,12 @@ def test_fields_of_lqq(rounding, case):
 def test_search_is_the_best_of_all_scales(case):
     groups = case.q8.reshape(len(case.q8), -1, case.group).astype(int)
     shifted = groups - groups.min(axis=2, keepdims=True)
-    errors = []
+    squared_errors = []  # of each scale from 1 to 16: an array [row, group]
     for scale in range(1, 17):
         q4 = np.rint(shifted / scale).clip(0, 15)
-        errors.append(((q4 * scale - shifted) ** 2).sum(axis=2))
+        squared_errors.append(((q4 * scale - shifted) ** 2).sum(axis=2))
     _, scale, _ = lqq_groups(case.q8, case.group, "search")
-    np.testing.assert_array_equal(scale, np.argmin(errors, axis=0) + 1)
+    np.testing.assert_array_equal(scale, np.argmin(squared_errors, axis=0) + 1)
 
 
 @pytest.mark.full

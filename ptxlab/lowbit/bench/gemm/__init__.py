@@ -96,6 +96,7 @@ def _all_launched(names: Sequence[str]) -> bool:
 
 
 def _record_of(only: Sequence[str]) -> str:
+    """Name the record of the one part in `only`; return "" for the whole suite, several words or none of its parts."""
     return f"gemm_{only[0]}" if len({*only}) == 1 and only[0] in PARTS else ""
 
 

@@ -145,7 +145,10 @@ def _check(
 
 
 def _choose(options: AttentionOptions, *, rotated: bool, has_own_kv: bool = False) -> KernelSpec:
-    """Return the kernel asked for, or the highest that runs here; ArgumentError for another one's name."""
+    """Return the kernel asked for, or the highest that the GPU here, else the emulator, runs.
+
+    If neither runs one, it is the highest of all. Raises ArgumentError for the name of another kernel.
+    """
     specs = _KERNELS[has_own_kv, rotated]
     names = [spec.name for spec in specs]
     if not is_one_of(options.kernel, (*names, None)):

@@ -102,6 +102,7 @@ def _example(
 
 
 def _pack(logical: Arrays) -> Arrays:
+    """Return the array arguments: the queries, and the packed cache's pool, table, lengths and channel constants."""
     cache = logical["cache"]
     return {"q": logical["q"], **common.cache_arrays(cache), **common.channel_constants(cache)}
 

@@ -96,10 +96,9 @@ def _segment_batches(launch: AttentionLaunch, shares: Shares) -> list[slice]:
 
 def _merge_warps(launch: AttentionLaunch, warps: tiles.Warps, shares: Shares, segments: slice) -> Part:
     """Combine the sums of each segment's warps, and take the zeros off the values."""
-    warp_sums = (
+    largest, weights, sums = (
         array.reshape(-1, launch.warps, *array.shape[1:]) for array in (warps.largest, warps.weights, warps.sums)
     )
-    largest, weights, sums = warp_sums
     values, weighted_zeros = sums[:, :, : launch.D], sums[:, :, launch.D]  # by channel, zeros were 1
     integer_factors = np.zeros((launch.D, 1), np.float32, like=values) + np.float32(2**24)  # for FP16 subnormals
     if launch.bits == 4:
