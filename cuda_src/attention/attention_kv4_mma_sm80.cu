@@ -309,6 +309,8 @@ struct TokenConstants {
     float key_scale[kTokenTiles][2], key_zero[kTokenTiles][2];
     float value_log[kTokenTiles][2], value_inverse[kTokenTiles][2];
 
+    // Load the lane's constants of a stage, of which the first `tokens` tokens are in the sequence; tokens behind them
+    // get scale 1 and zero point 0. With CHANNEL all are 1, zero points too: column_sum holds the channels'.
     __device__ __forceinline__ TokenConstants(const Stage& stage, int tokens, Lane lane) {
 #pragma unroll
         for (int i = 0; i < kTokenTiles; ++i)

@@ -556,6 +556,7 @@ struct Consumer {
         else if (workspace.hand_over(o, rows, tile)) workspace.merge(results, tile, group, first_row);
     }
 
+    // Compute the group's rows of every tile that the scheduler gives to the block.
     __device__ __forceinline__ void run(Scheduler scheduler TIMELINE_PARAMETER) {
         Tile tile, following = {};
         bool has_tile = scheduler.next(tile);

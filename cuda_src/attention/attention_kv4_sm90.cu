@@ -237,6 +237,7 @@ struct PageProducer {
         }
     }
 
+    // Copy all of the block's tiles in order, each into the next stage once that is empty.
     __device__ __forceinline__ void run(SharedMemory& shared, Control& control TIMELINE_PARAMETER) {
         const bool elected = ptxlab::elect();
         ptxlab::Slot<STAGES> slot;
@@ -271,6 +272,8 @@ struct QueryQuantiser {
 
     __device__ __forceinline__ int column(int pass) const { return own_column + pass * kQueryWarps * kWarpColumns; }
 
+    // Load the lane's dims of the columns of `segment`, and note where each column's query is; columns past the last
+    // query are zeros.
     __device__ __forceinline__ void load() {
         const int queries = arguments.group * arguments.T;
         head = arguments.head_of(segment);
@@ -398,6 +401,8 @@ struct QueryQuantiser {
         ptxlab::mbarrier_arrive(&control.ready[slot.index]);
     }
 
+    // Prepare the queries of the block's items, then a record without tiles, which ends the consumers' loops. Last,
+    // store the results of empty sequences.
     __device__ __forceinline__ void run(SharedMemory& shared, Control& control TIMELINE_PARAMETER) {
         ptxlab::Slot<kItems> slot;
         ptxlab::wait_for_predecessors();
@@ -765,7 +770,9 @@ struct Combiner {
         row.store<BF16>(arguments.out, arguments.lse, item.row[column]);
     }
 
-    __device__ __forceinline__ void run(int item_index TIMELINE_PARAMETER) const {
+    // Add up the warps' sums of an item once all are there, deliver the rows of this warp's columns, and clear the
+    // slot, which is free when all warps have done so.
+    __device__ __forceinline__ void combine_item(int item_index TIMELINE_PARAMETER) const {
         const int slot = item_index % kItems;
         const WorkItem& item = control.items[slot];
         PHASE(WAIT_GROUP);
@@ -847,6 +854,8 @@ struct Consumer {
         }
     }
 
+    // Sum up the warp's tiles of the block's items, in order, and combine each item kLag items later. At the record
+    // without tiles, which is the last, combine the items that are left.
     __device__ __forceinline__ void run(const Combiner& combiner TIMELINE_PARAMETER) {
         int combined = 0;
         for (int item_index = 0;; ++item_index) {
@@ -858,7 +867,7 @@ struct Consumer {
             if (first_tile < tiles) process_item(item_index, item, tiles, first_tile TIMELINE_ARGUMENT);
             if (tiles > 0) ptxlab::mbarrier_arrive(&control.summed[slot]);
             for (const int last = tiles > 0 ? item_index - kLag : item_index - 1; combined <= last; ++combined)
-                combiner.run(combined TIMELINE_ARGUMENT);
+                combiner.combine_item(combined TIMELINE_ARGUMENT);
             if (tiles == 0) break;
         }
     }

@@ -57,7 +57,7 @@ static_assert(STAGES >= TOGETHER, "blocks under wgmma keep their slots");
 
 // Unpack pairs of s4, 64 bytes for each of `tokens` tokens, to bytes 16 x: 64 channels in each half of X. Source and
 // destination have the 64-byte swizzle. Of 32 channels the even ones come first. Lanes whose stores would share a bank
-// start with the odd ones.
+// start with the odd ones. By `kUnpackers` threads, of which this is number `thread`.
 __device__ __forceinline__ void unpack(unsigned char* x, int tokens, int thread) {
 #pragma unroll 2
     for (int i = thread; i < tokens * 4; i += kUnpackers) {

@@ -46,6 +46,8 @@ struct TokenTranspose {
         load_address = shared_address(buffer) + token * 32 + (row_half ^ (token / 4 % 2)) * 16;
     }
 
+    // Return rows row_half * 8 .. + 7 of token `token`, of 16 tokens whose results the warp's lanes have in h. By all
+    // lanes.
     __device__ __forceinline__ uint4 operator()(const unsigned (&h)[4]) const {
         __syncwarp();  // what was there has been taken
         store_matrices_transposed(store_address, h);

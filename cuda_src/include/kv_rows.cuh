@@ -48,6 +48,7 @@ struct Reciprocal {
     __device__ __forceinline__ explicit Reciprocal(float s)
         : high(reciprocal(s)), low(__fmul_rn(fmaf(-s, high, 1.0f), high)) {}
     __device__ __forceinline__ Reciprocal(float high, float low) : high(high), low(low) {}
+    // Return x / s as f32: not an integer yet.
     __device__ __forceinline__ float operator()(float x) const { return fmaf(x, high, __fmul_rn(x, low)); }
 };
 
@@ -79,6 +80,7 @@ struct CorrectedQuotient {
 
     __device__ __forceinline__ void by(float scale) { s = scale, r = reciprocal(scale); }
 
+    // Return x / s as f32, or what ends in the same level.
     __device__ __forceinline__ float operator()(float x) const {
         const float near = fminf(__fmul_rn(x, r), 0x1p100f);
         return fmaf(fmaf(-near, s, x), r, near);

@@ -24,10 +24,10 @@ struct MixedOperands {
 struct MixedTile {
     int part_index, block;
 
-    __device__ __forceinline__ MixedTile(int number, int parts, const MixedOperands& operands) {
-        const int blocks4 = operands.blocks4(), blocks8 = operands.K8 / 128, int8 = parts * blocks8;
-        if (number < int8) part_index = number / blocks8, block = blocks4 + number % blocks8;
-        else part_index = (number - int8) / blocks4, block = (number - int8) % blocks4;
+    __device__ __forceinline__ MixedTile(int number, int y_parts, const MixedOperands& operands) {
+        const int blocks4 = operands.blocks4(), blocks8 = operands.K8 / 128, int8_tiles = y_parts * blocks8;
+        if (number < int8_tiles) part_index = number / blocks8, block = blocks4 + number % blocks8;
+        else part_index = (number - int8_tiles) / blocks4, block = (number - int8_tiles) % blocks4;
     }
 };
 
@@ -37,15 +37,17 @@ struct MixedTile {
 // round.
 template <int INT8_COST>
 struct RemappedTiles {
-    const int blocks, me, int8, int4;  // blocks of the grid, this one; tiles of both kinds
-    // Blocks with an INT8 tile in the last round, if that is not full, and without; INT4 tiles that the latter take then.
+    const int blocks, me, int8_tiles, int4_tiles;  // blocks of the grid, this one; tiles of each kind
+    // Blocks with an INT8 tile in the last round, if that is not full, and without; INT4 tiles that the latter take
+    // then.
     const int late, early, meanwhile;
     const int own8, own_meanwhile, rest;
 
-    __device__ __forceinline__ RemappedTiles(int int8, int int4)
-        : blocks(gridDim.x), me(blockIdx.x), int8(int8), int4(int4), late(int8 % blocks),
-          early(late ? blocks - late : 0), meanwhile(min(INT8_COST * early, int4)), own8(share(int8, me, blocks)),
-          own_meanwhile(early && me >= late ? share(meanwhile, me - late, early) : 0), rest(int4 - meanwhile) {}
+    __device__ __forceinline__ RemappedTiles(int int8_tiles, int int4_tiles)
+        : blocks(gridDim.x), me(blockIdx.x), int8_tiles(int8_tiles), int4_tiles(int4_tiles), late(int8_tiles % blocks),
+          early(late ? blocks - late : 0), meanwhile(min(INT8_COST * early, int4_tiles)),
+          own8(share(int8_tiles, me, blocks)),
+          own_meanwhile(early && me >= late ? share(meanwhile, me - late, early) : 0), rest(int4_tiles - meanwhile) {}
 
     // Return how many of `count` items number `number` of `among` gets when they are dealt in turn.
     static __device__ __forceinline__ int share(int count, int number, int among) {
@@ -58,8 +60,8 @@ struct RemappedTiles {
     __device__ __forceinline__ int operator[](int i) const {
         if (i < own8) return me + i * blocks;
         i -= own8;
-        if (i < own_meanwhile) return int8 + (me - late) + i * early;
-        return int8 + meanwhile + me + (i - own_meanwhile) * blocks;
+        if (i < own_meanwhile) return int8_tiles + (me - late) + i * early;
+        return int8_tiles + meanwhile + me + (i - own_meanwhile) * blocks;
     }
 };
 

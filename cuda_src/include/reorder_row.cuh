@@ -120,7 +120,7 @@ __device__ __forceinline__ float rounded_away(float x) {
 // that scale, and values are divided (COMET: `quant.fmpq`).
 template <int RULES>
 struct Grid {
-    // extent / scale and its inverse; the least and the greatest integer; factor of the extent
+    // extent / scale and its inverse; the least and the greatest integer (-8..7, -128..127); factor of the extent
     float steps, reciprocal, low, high, clip;
 
     static __device__ __forceinline__ Grid of(bool int4, float clip) {
@@ -128,8 +128,9 @@ struct Grid {
         return int4 ? Grid{FEW, 1 / FEW, -8, 7, clip} : Grid{MANY, 1 / MANY, -128, 127, 1};
     }
 
-    // Quantise four values of a group, of which `extent` is the largest magnitude, to the low bytes of q. Return the
-    // scale.
+    // Quantise four values of a group, of which `extent` is the largest magnitude, to the low bytes of q: integers
+    // clamped to `low`..`high`. Return the scale: `clip` times `extent`, divided by `steps`, rounded to f16, at least
+    // the smallest f16; 1 if `clip` times `extent` is 0.
     __device__ __forceinline__ __half operator()(const float (&y)[4], float extent, int (&q)[4]) const {
         constexpr float LEAST = 0x1p-24f;  // the smallest f16
         const float largest = __fmul_rn(extent, clip);

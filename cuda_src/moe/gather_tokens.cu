@@ -24,11 +24,13 @@ namespace {
 struct Row {
     uint4 v[VECTORS];
 
+    // Load the thread's vectors of a row of `vectors` vectors.
     __device__ __forceinline__ void load(const uint4* source, int vectors) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i)
             if (const int vector = i * THREADS + threadIdx.x; vector < vectors) v[i] = source[vector];
     }
+    // Store the thread's vectors to a row of `vectors` vectors.
     __device__ __forceinline__ void store(uint4* destination, int vectors) const {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i)

@@ -44,8 +44,8 @@ constexpr int WHOLE = -1;
 struct DecomposedTiles : ptxlab::RemappedTiles<RATIO> {
     const int cut, idle, moved_quarters, given_quarters, received_quarters, whole_tiles;
 
-    __device__ __forceinline__ DecomposedTiles(int int8, int int4)
-        : RemappedTiles(int8, int4), cut(int4 ? rest % blocks : late), idle(blocks - cut),
+    __device__ __forceinline__ DecomposedTiles(int int8_tiles, int int4_tiles)
+        : RemappedTiles(int8_tiles, int4_tiles), cut(int4_tiles ? rest % blocks : late), idle(blocks - cut),
           moved_quarters(quarters_to_move(cut, idle)), given_quarters(me < cut ? share(moved_quarters, me, cut) : 0),
           received_quarters(me < cut ? 0 : share(moved_quarters, me - cut, idle)),
           whole_tiles(RemappedTiles::count() - (given_quarters > 0)) {}
@@ -63,7 +63,7 @@ struct DecomposedTiles : ptxlab::RemappedTiles<RATIO> {
     __device__ __forceinline__ Work operator[](int i) const {
         if (i < whole_tiles) return {RemappedTiles::operator[](i), WHOLE};
         i -= whole_tiles;
-        const int first_cut_tile = int8 + int4 - cut;
+        const int first_cut_tile = int8_tiles + int4_tiles - cut;
         if (given_quarters) return {first_cut_tile + me, i};
         const int moved = me - cut + i * idle;
         return {first_cut_tile + moved % cut, PIECES - 1 - moved / cut};
@@ -86,8 +86,8 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_comet_sm80(
     extern __shared__ __align__(128) unsigned char ring[];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const ptxlab::MixedOperands operands{w, w_scale, x4, x8, x_scale, M, N, K4, K8};
-    const int across = (N + BN - 1) / BN, parts = (M + BM - 1) / BM * across;
-    const DecomposedTiles block_tiles(parts * (K8 / 128), parts * (K4 / 128));
+    const int across = (N + BN - 1) / BN, y_parts = (M + BM - 1) / BM * across;
+    const DecomposedTiles block_tiles(y_parts * (K8 / 128), y_parts * (K4 / 128));
     const int count = block_tiles.count();
     // The tile of Y with an index: tiles with the same tokens are neighbours.
     const auto output_tile_at = [&](int part_index) {
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_comet_sm80(
     const auto fetch = [&](int i) {
         if (i < count) {
             const Work work = block_tiles[i];
-            const ptxlab::MixedTile tile(work.number, parts, operands);
+            const ptxlab::MixedTile tile(work.number, y_parts, operands);
             const Tile output_tile = output_tile_at(tile.part_index);
             unsigned char* slot = ring + i % STAGES * STAGE_BYTES;
             if (work.quarter == WHOLE) ptxlab::fetch_mixed(output_tile, slot, operands, tile.block);
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_comet_sm80(
         fetch(i + STAGES - 1);
         PHASE(MULTIPLY);
         const Work work = block_tiles[i];
-        const ptxlab::MixedTile tile(work.number, parts, operands);
+        const ptxlab::MixedTile tile(work.number, y_parts, operands);
         const Tile output_tile = output_tile_at(tile.part_index);
         const unsigned char* slot = ring + i % STAGES * STAGE_BYTES;
         if (work.quarter == WHOLE) ptxlab::multiply_mixed(output_tile, slot, operands, tile.block, sums);

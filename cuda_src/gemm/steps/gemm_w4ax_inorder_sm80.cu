@@ -43,9 +43,9 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_inorder_sm80(
     extern __shared__ __align__(128) unsigned char ring[];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const ptxlab::MixedOperands operands{w, w_scale, x4, x8, x_scale, M, N, K4, K8};
-    const int across = (N + BN - 1) / BN, parts = (M + BM - 1) / BM * across;
+    const int across = (N + BN - 1) / BN, y_parts = (M + BM - 1) / BM * across;
     const int blocks = operands.blocks(), workers = gridDim.x, me = blockIdx.x;
-    const int count = (parts * blocks - me + workers - 1) / workers;
+    const int count = (y_parts * blocks - me + workers - 1) / workers;
     const auto y_tile_of = [&](int number) {  // the part of Y that a tile adds to
         const int index = number / blocks;
         return Tile(M, N, index / across * BM, index % across * BN);

@@ -45,8 +45,8 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_remap_sm80(
     extern __shared__ __align__(128) unsigned char ring[];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const ptxlab::MixedOperands operands{w, w_scale, x4, x8, x_scale, M, N, K4, K8};
-    const int across = (N + BN - 1) / BN, parts = (M + BM - 1) / BM * across;
-    const ptxlab::RemappedTiles<RATIO> block_tiles(parts * (K8 / 128), parts * (K4 / 128));
+    const int across = (N + BN - 1) / BN, y_parts = (M + BM - 1) / BM * across;
+    const ptxlab::RemappedTiles<RATIO> block_tiles(y_parts * (K8 / 128), y_parts * (K4 / 128));
     const int count = block_tiles.count();
     // The tile of Y with an index: tiles with the same tokens are neighbours.
     const auto output_tile_at = [&](int part_index) {
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_remap_sm80(
     // Issue the copies of this block's work item i into its slot, as one commit group.
     const auto fetch = [&](int i) {
         if (i < count) {
-            const ptxlab::MixedTile tile(block_tiles[i], parts, operands);
+            const ptxlab::MixedTile tile(block_tiles[i], y_parts, operands);
             ptxlab::fetch_mixed(output_tile_at(tile.part_index), ring + i % STAGES * STAGE_BYTES, operands, tile.block);
         }
         ptxlab::cp_async_commit();
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_remap_sm80(
         PHASE(LOAD);
         fetch(i + STAGES - 1);
         PHASE(MULTIPLY);
-        const ptxlab::MixedTile tile(block_tiles[i], parts, operands);
+        const ptxlab::MixedTile tile(block_tiles[i], y_parts, operands);
         const Tile output_tile = output_tile_at(tile.part_index);
         ptxlab::multiply_mixed(output_tile, ring + i % STAGES * STAGE_BYTES, operands, tile.block, sums);
         PHASE(EPILOGUE);

@@ -46,9 +46,10 @@ struct StolenTiles : ptxlab::RemappedTiles<RATIO> {
     const int cut, whole_tiles, first_cut_tile;
     unsigned* taken;  // u32 [cut]: of each tile of the last round, how many quarters blocks have asked for
 
-    __device__ __forceinline__ StolenTiles(int int8, int int4, unsigned* taken)
-        : RemappedTiles(int8, int4), cut(int4 ? rest % blocks : late), whole_tiles(RemappedTiles::count() - (me < cut)),
-          first_cut_tile(int8 + int4 - cut), taken(taken) {}
+    __device__ __forceinline__ StolenTiles(int int8_tiles, int int4_tiles, unsigned* taken)
+        : RemappedTiles(int8_tiles, int4_tiles), cut(int4_tiles ? rest % blocks : late),
+          whole_tiles(RemappedTiles::count() - (me < cut)), first_cut_tile(int8_tiles + int4_tiles - cut),
+          taken(taken) {}
 
     // Take a quarter of this block's own tile, or, if none is left, of the next blocks' tiles in turn. For one thread.
     __device__ __forceinline__ Work take() const {
@@ -78,8 +79,8 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_steal_sm80(
     extern __shared__ __align__(128) unsigned char ring[];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const ptxlab::MixedOperands operands{w, w_scale, x4, x8, x_scale, M, N, K4, K8};
-    const int across = (N + BN - 1) / BN, parts = (M + BM - 1) / BM * across;
-    const StolenTiles work_list(parts * (K8 / 128), parts * (K4 / 128), taken);
+    const int across = (N + BN - 1) / BN, y_parts = (M + BM - 1) / BM * across;
+    const StolenTiles work_list(y_parts * (K8 / 128), y_parts * (K4 / 128), taken);
     // The work item of each slot of the ring, and one more: the oldest is still read while the newest is written.
     __shared__ Work works[STAGES + 1];
     const auto y_tile_of = [&](const ptxlab::MixedTile& tile) {  // the part of Y that a tile adds to
@@ -98,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_steal_sm80(
     const auto fetch = [&](int i) {
         const Work work = works[i % (STAGES + 1)];
         if (work.number >= 0) {
-            const ptxlab::MixedTile tile(work.number, parts, operands);
+            const ptxlab::MixedTile tile(work.number, y_parts, operands);
             const Tile y_tile = y_tile_of(tile);
             unsigned char* slot = ring + i % STAGES * STAGE_BYTES;
             if (work.quarter == WHOLE) ptxlab::fetch_mixed(y_tile, slot, operands, tile.block);
@@ -121,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_steal_sm80(
         PHASE(LOAD);
         fetch(i + STAGES - 1);
         PHASE(MULTIPLY);
-        const ptxlab::MixedTile tile(work.number, parts, operands);
+        const ptxlab::MixedTile tile(work.number, y_parts, operands);
         const Tile y_tile = y_tile_of(tile);
         const unsigned char* slot = ring + i % STAGES * STAGE_BYTES;
         if (work.quarter == WHOLE) ptxlab::multiply_mixed(y_tile, slot, operands, tile.block, sums);
