@@ -280,7 +280,7 @@ def sums_fit(bodies: Iterable[Body], loop: LoopClaim, max_products: int) -> list
         for guard, bits in sums:
             condition = z3.And(_range_conditions(bits, lowest + low * step_channels, highest + high * step_channels))
             queries.append(_query_within(z3.Implies(guard, condition), bounds))
-        queries += _operands_fit(body, loop)
+        queries += _operands_fit(body, loop, 0)
     # Within limits that s32 holds nothing has wrapped; beyond them a number that has is among them.
     return [*queries, Query(z3.BoolVal(low * max_products >= -(2**31) and high * max_products < 2**31))]
 
@@ -443,7 +443,7 @@ def _product_bounds(body: Body, loop: LoopClaim) -> Bounds:
     }
 
 
-def _operands_fit(body: Body, loop: LoopClaim, start: int = 0) -> Iterator[Query]:
+def _operands_fit(body: Body, loop: LoopClaim, start: int) -> Iterator[Query]:
     """Yield the formulas that products are added only to sums, 0 or `start`, and that elements lie within the claim.
 
     Elements lie there by their type, or by what the loop's code left in registers.

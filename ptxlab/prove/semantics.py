@@ -332,12 +332,8 @@ def _extract(op: Opcode) -> Compute:
     def extract(a: Bits, b: Bits, c: Bits) -> Bits:
         position, length = at_most(b), at_most(c)
         spare_bits = bits - length
-        if signed:
-            return z3.If(
-                length == 0,
-                constant(0, bits),
-                z3.If(position == bits, a >> (bits - 1), a >> position << spare_bits >> spare_bits),
-            )
+        if signed:  # a shift by all bits leaves the sign or 0
+            return a >> position << spare_bits >> spare_bits
         return z3.LShR(z3.LShR(a, position) << spare_bits, spare_bits)
 
     return extract

@@ -461,8 +461,8 @@ class CountedSuite:
         patch.setattr(models, "random_model", lambda *_: None)
         patch.setattr(gpu, "device_info", lambda: SimpleNamespace(memory_bytes=141 * 10**9))
         patch.setattr(models, "KernelRunner", lambda *_, **__: self.note("runner"))
-        patch.setattr(models, "run_in_processes", lambda jobs: self.note("compiling"))
-        patch.setattr(models.peers_layer, "compile_jobs", lambda *_: [])
+        patch.setattr(models, "run_in_processes", self.compile)
+        patch.setattr(models.peers_layer, "compile_jobs", lambda *arguments: [arguments])
         patch.setattr(models.peers_layer, "mixes", self.mixes)
         patch.setattr(models.peers_layer, "prefills", self.prefills)
         patch.setattr(models, "decode_row", self.decode_row)
@@ -472,6 +472,10 @@ class CountedSuite:
     def note(self, event: Any) -> float:
         self.events.append(event)
         return 3.0
+
+    def compile(self, jobs: list[Any]) -> None:
+        self.note("compiling")
+        self.compiled = jobs
 
     def mixes(self, config: Config, batches: Any, names: Any, progress: Any, length: int, extra_batches: Any) -> Any:
         names_by_batch = {B: [f"{name}/sdpa" for name in names] for B in batches}
@@ -505,6 +509,9 @@ def test_a_model_goes_on_at_any_row_and_measures_none_twice(monkeypatch: pytest.
     without = [f"{step}: ours with gemm_w4a8_qoq_sm80" for step in steps]
     preparation = ["LLaMA-2-7B: compiling", "LLaMA-2-7B: time to the first token"]
     assert counted_suite.progress == [*preparation, *without, *steps, "LLaMA-2-7B: 64 prompts"]
+    config, peers = counted_suite.config, counted_suite.compiled.pop()
+    assert peers[0] == (config,) and peers[2:] == (("fp16", "fp8_row"), (4 * models.PROMPT,)), "four prompts at once"
+    assert {scheme for _, (_, scheme, _, _) in counted_suite.compiled} == {"lqq", "qoq"}
     events = [event for event in counted_suite.events if event != "runner"]
     in_turn = [row.sizes["B"] for row in whole if row.kernel == "mixes" and row.measure == models.BESIDE]
     assert in_turn == sorted(in_turn, reverse=True) and len(in_turn) == 6

@@ -13,6 +13,7 @@ from ptxlab import emulator, gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.llm.model import FloatModel, KernelRunner, LayerInputs, NumpyRunner, QuantizedModel, generate
 from ptxlab.llm.model.generate import choose
+from ptxlab.llm.model.kernel_runner import LMHead
 from ptxlab.llm.model.memory import Footprint
 from ptxlab.llm.model.numpy_runner import IntegerProduct
 from ptxlab.llm.model.reference import exact
@@ -34,6 +35,15 @@ OF_ATTENTION = 0.03
 @pytest.fixture(scope="module")
 def model() -> QuantizedModel:
     return quantized_model()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_float_head_multiplies_the_numbers_of_its_stream(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    normed = convert_to_dtype(rng.standard_normal((3, 64)).astype(np.float32), dtype)
+    weight = rng.standard_normal((5, 64)).astype(np.float16)
+    logits = LMHead(weight, 5)(normed)
+    assert logits.dtype == np.float16 and np.allclose(logits, floats(normed) @ weight.T.astype(np.float32), atol=0.05)
 
 
 def bits(array: Any) -> Any:
