@@ -451,6 +451,7 @@ class CountedSuite:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.events: list[Any] = []
+        self.compiled: list[Any] = []
         self.progress: list[str] = []
         self.config = Config.named("LLaMA-2-7B")
         self.plan = models.ModelPlan((1, 64), {80: 64, 141: 64})
@@ -509,6 +510,7 @@ def test_a_model_goes_on_at_any_row_and_measures_none_twice(monkeypatch: pytest.
     without = [f"{step}: ours with gemm_w4a8_qoq_sm80" for step in steps]
     preparation = ["LLaMA-2-7B: compiling", "LLaMA-2-7B: time to the first token"]
     assert counted_suite.progress == [*preparation, *without, *steps, "LLaMA-2-7B: 64 prompts"]
+    assert counted_suite.compiled
     config, peers = counted_suite.config, counted_suite.compiled.pop()
     assert peers[0] == (config,) and peers[2:] == (("fp16", "fp8_row"), (4 * models.PROMPT,)), "four prompts at once"
     assert {scheme for _, (_, scheme, _, _) in counted_suite.compiled} == {"lqq", "qoq"}
