@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +180,10 @@ def engine_arguments(folder: Path, name: str, rule: Rule) -> dict[str, Any]:
 
 
 def prepare(folder: Path, model: str, rule: Rule) -> None:
-    """Write a model, and keep vLLM from the network."""
+    """Write a model; keep vLLM from the network, and from FlashInfer's sampler where that is not installed."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if find_spec("flashinfer") is None:
+        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     write_model(folder, model, rule)
 
 

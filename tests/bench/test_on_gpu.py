@@ -180,7 +180,7 @@ def test_experts_at_once(launched: None) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_quantiser_is_timed_and_exact(order: str, ceilings) -> None:
-    row = quantiser.measure_quantiser(quantiser._activations(64, 4096), order, ceilings)
+    row = quantiser.measure_quantiser(quantiser._repeat_activations(64, 4096), order, ceilings)
     assert 0.5 < row.time_us < 20
 
 

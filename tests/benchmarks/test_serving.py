@@ -125,6 +125,18 @@ def test_words_name_models_and_variants(words: list[str], pairs: list[tuple[str,
     assert serving.SUITE.record_name(words) == "vllm"
 
 
+@pytest.mark.parametrize("installed", [False, True])
+def test_an_engine_takes_flashinfers_sampler_only_where_it_is(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving_engine, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(serving_engine.os, "environ", {})
+    serving_engine.prepare(tmp_path, "7B", Rule())
+    variables = serving_engine.os.environ
+    assert variables.get("VLLM_USE_FLASHINFER_SAMPLER") == (None if installed else "0")
+    assert variables["HF_HUB_OFFLINE"] == "1" and (tmp_path / "config.json").exists()
+
+
 def test_what_failed_is_the_raised_error_though_warnings_follow() -> None:
     raised = "ptxlab.errors.BenchmarkError: made 3 tokens instead of 4"
     of_engine = "(EngineCore) ERROR 11-30 core.py: ValueError: no room"

@@ -58,7 +58,7 @@ def quantize_model(
     Args:
         model: of float16 or bfloat16, with its whole weights on one device.
         recipe: the steps of quantising, by themselves or by name (`llm.recipe.RECIPES`); or this model quantised
-            already, as `ptxlab.llm.checkpoints.folder.load` reads it.
+            already, as `ptxlab.llm.checkpoints.folder.load` reads it, and repacked if no kernel takes its layout here.
         tokens: the calibration text, integers [S, T], for recipes that need one.
         layout: of the packed weights; by default `strips`, or what a kernel that runs on this GPU takes. With experts
             `strips` alone.
@@ -71,12 +71,18 @@ def quantize_model(
     weight that cannot be quantised; the model is then what it was.
     """
     config, dtype = _check_model(model), name_of(model.dtype)
+    is_packed = isinstance(recipe, QuantizedModel)
     if not isinstance(recipe, QuantizedModel):
         steps = find_recipe(recipe) if isinstance(recipe, str) else recipe
         recipe = _quantize_by_recipe(float_model(model), steps, tokens, layout, dtype, progress)
     _check_same(config, recipe, dtype)
-    _replace_modules(model, recipe)
+    _replace_modules(model, recipe, _repack_layer if is_packed else lambda weights: weights)
     return model
+
+
+def _repack_layer(weights: LayerWeights) -> LayerWeights:
+    """Repack a layer for a kernel that runs on this GPU, unless one takes it as it is."""
+    return weights.in_layout(layout_here(weights.o.scheme, now=weights.o.layout))
 
 
 def float_model(model: PreTrainedModel) -> FloatModel:
@@ -174,10 +180,13 @@ def _check_same(config: Config, quantized: QuantizedModel, dtype: str) -> None:
         raise ArgumentError("recipe", f"must be of a model of {dtype}", quantized.layers[0].dtype)
 
 
-def _replace_modules(model: PreTrainedModel, quantized: QuantizedModel) -> None:
-    """Put the quantised parts into the place of the model's own."""
+def _replace_modules(
+    model: PreTrainedModel, quantized: QuantizedModel, prepare: Callable[[LayerWeights], LayerWeights]
+) -> None:
+    """Put the quantised parts, each layer as `prepare` returns it, into the place of the model's own."""
     config, decoder, device, dtype = quantized.config, model.model, model.device, model.dtype
-    for index, (layer, weights) in enumerate(zip(decoder.layers, quantized.layers, strict=True)):
+    for index, (layer, packed_layer) in enumerate(zip(decoder.layers, quantized.layers, strict=True)):
+        weights = prepare(packed_layer)
         layer.input_layernorm = QuantizingNorm(weights.input_norm, config.eps, dtype).to(device)
         layer.self_attn = KV4Attention(model.config, index, weights, config, dtype).to(device)
         norm, ffn = (RoutingNorm, W4A8Experts) if config.experts else (QuantizingNorm, W4A8FFN)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ptxlab import gpu
 from ptxlab.errors import ArgumentError, PtxlabError
 from ptxlab.llm.model import NumpyRunner, QuantizedModel, generate
 from ptxlab.llm.recipe import Recipe
@@ -59,6 +60,18 @@ def test_generates_the_tokens_of_our_runner(family: str, prompts: list[list[int]
     assert generated == expected and len({*generated[0]}) > 3
     for pool, of_runner in zip(cache.pools, runner.caches, strict=True):
         assert np.array_equal(pool.numpy(), of_runner.pool)
+
+
+def test_packed_weights_are_repacked_for_the_kernels_of_the_target() -> None:
+    """No kernel of Ampere takes strips."""
+    from ptxlab.llm.torch import quantize_model
+
+    model = small_model("llama")
+    ready = quantize_nearest(model)
+    with gpu.compiling_for("sm_80"):
+        quantize_model(model, ready)
+    layouts = {module.layout for module in model.modules() if isinstance(getattr(module, "layout", None), str)}
+    assert ready.layers[0].o.layout == "strips" and layouts == {"qserve"}
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
