@@ -140,7 +140,7 @@ def profile(model: str, name: str, folder: Path) -> None:
 
     profiles = {}
     for batch in BATCHES:
-        run(batch, SHORT)  # warms up the shapes, and the profiler, whose first run takes seconds
+        run(batch, SHORT)  # warms up the shapes, under the profiler as the runs that count
         profiles[batch] = asdict(compare_runs(run(batch, SHORT), run(batch, LONG), LONG - SHORT))
     (folder / "reading.json").write_text(json.dumps(profiles))
 

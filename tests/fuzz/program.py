@@ -220,20 +220,20 @@ class Program:
         if entry := entries.find_entry(lines[-1]):
             self.avoided[entry] += 1
             return
-        if self.repeats_factors(text):
+        if not self.note_factors(text):
             return
         opcode = ("guarded " if len(lines) > 1 else "") + template.split()[0]
         self.sequence(lines, opcode, list(written.values()), tuple(sources.values()), how, is_pure=not how.crosses)
 
-    def repeats_factors(self, line: str) -> bool:
-        """Tell whether a line takes the high half of a product that an earlier one takes: it has to be left out."""
+    def note_factors(self, line: str) -> bool:
+        """Note the factors of a product whose high half a line takes; return False if an earlier line took it."""
         if not (product := _HIGH_PRODUCT.match(line)):
-            return False
+            return True
         if (factors := frozenset(product.groups())) in self._factors:
             self.avoid("operands of mad.hi")
-            return True
+            return False
         self._factors.add(factors)
-        return False
+        return True
 
     def _is_of_set(self, source: Source) -> bool:
         return source.slot >= 0 and bool(_SET.search(self.slots[source.slot].form))

@@ -50,15 +50,15 @@ def notes_of(entry: Entry) -> tuple[Note, ...]:
                  for opcode in entry.opcodes}  # fmt: skip
     makers = _makers(entry) if any(forms_by_opcode.values()) else {}
     repetitions = _repetitions(entry) if entry.uses("wgmma.mma_async") else set()
-    variants = {form.differs: _variants(entry, form, makers) for forms in forms_by_opcode.values() for _, form in forms
-                if form.differs is not None}  # fmt: skip
+    forms = {form for named_forms in forms_by_opcode.values() for _, form in named_forms}
+    variants = {form: _variants(entry, form, form.differs, makers) for form in forms if form.differs is not None}
     notes: dict[tuple[object, ...], Note] = {}
     for i, instruction in enumerate(entry.instructions):
         for quirk, form in forms_by_opcode[instruction.opcode]:
             if (
                 _has(form, instruction, makers)
                 and (not form.again or i in repetitions)
-                and (form.differs is None or i in variants[form.differs])
+                and (form.differs is None or i in variants[form])
             ):
                 message = quirk.effect[0].lower() + quirk.effect[1:].rstrip(".")
                 text = demangle_message(instruction.text)
@@ -96,20 +96,20 @@ def _repetitions(entry: Entry) -> set[int]:
     return repetitions
 
 
-def _variants(entry: Entry, form: quirks.Form, makers: Makers) -> set[int]:
-    """Find each instruction that differs from an earlier one in its result and in source `form.differs` alone.
+def _variants(entry: Entry, form: quirks.Form, differs: int, makers: Makers) -> set[int]:
+    """Find each instruction of a form that differs from an earlier one in its result and source `differs` alone.
 
     Registers that both read have to be written once, as the text does not tell which of several values they hold.
     """
     earlier_sources: dict[tuple[object, ...], set[object]] = {}
     variants = set()
     for i, instruction in enumerate(entry.instructions):
-        if form.differs is None or not form.pattern.fullmatch(instruction.opcode):
+        if not form.pattern.fullmatch(instruction.opcode):
             continue
-        shared_operands = instruction.operands[1 : form.differs] + instruction.operands[form.differs + 1 :]
+        shared_operands = instruction.operands[1:differs] + instruction.operands[differs + 1 :]
         if any(register.place not in makers for register in registers(shared_operands)):
             continue
-        source = instruction.operands[form.differs]
+        source = instruction.operands[differs]
         sources = earlier_sources.setdefault((instruction.opcode, shared_operands), set())
         if sources - {source}:
             variants.add(i)

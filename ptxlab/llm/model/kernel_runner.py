@@ -27,7 +27,7 @@ from ptxlab.llm.model.quantized import QuantizedModel
 from ptxlab.llm.model.runner import Indices, Rows, Runner, padded_rows, quantize_head
 from ptxlab.llm.model.weights import LayerWeights
 from ptxlab.lowbit.kernels.attention.prefill import CHUNKED
-from ptxlab.lowbit.kernels.gemm import gemm_f16, gemm_w8a8, layout_here
+from ptxlab.lowbit.kernels.gemm import gemm_f16, gemm_w8a8
 from ptxlab.lowbit.kernels.quantize import quantize_activations
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.quant import Level1Weight
@@ -97,8 +97,7 @@ class KernelRunner(Runner):
     def _place_layer(self, weights: LayerWeights) -> LayerWeights:
         """Move a layer to where its kernels run, in a layout that one of them takes."""
         placed_weights = weights.to_device() if self._on_gpu else weights
-        layout = layout_here(weights.o.scheme, self.backend, now=weights.o.layout)
-        return placed_weights if layout == weights.o.layout else placed_weights.in_layout(layout)
+        return placed_weights.in_layout_here(self.backend)
 
     def _require_room(self, device: gpu.DeviceInfo) -> None:
         """Raise ArgumentError, with the figures, for a runner that is larger than the card."""

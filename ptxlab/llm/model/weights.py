@@ -10,6 +10,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config, require_config
 from ptxlab.lowbit import quant
+from ptxlab.lowbit.kernels.gemm import layout_here
 from ptxlab.lowbit.kernels.operation import dtype_of
 from ptxlab.lowbit.kernels.transfer import copy_to_device
 from ptxlab.lowbit.layout import ExpertWeights, PackedWeight, ReorderedWeight, pack, stack_experts, unpack
@@ -202,7 +203,7 @@ class LayerWeights:
         """Bytes of all of them, padding included."""
         return sum(int(part.nbytes) for part in self.parts.values())
 
-    def in_layout(self, layout: str) -> "LayerWeights":
+    def in_layout(self, layout: str) -> Self:
         """Repack every matrix but those of experts in a layout, bit for bit, where it lies."""
         repacked: dict[str, Any] = {}
         for name, part in self.parts.items():
@@ -212,7 +213,11 @@ class LayerWeights:
                 repacked[name] = pack(unpack(part), layout)
             elif isinstance(part, ReorderedWeight):
                 repacked[name] = part.in_layout(layout)
-        return replace(self, **repacked)
+        return replace(self, **repacked) if repacked else self
+
+    def in_layout_here(self, backend: str | None = None) -> Self:
+        """Repack for kernels that run here, as `in_layout`, unless one takes the matrices as they are."""
+        return self.in_layout(layout_here(self.o.scheme, backend, now=self.o.layout))
 
     def to_device(self) -> "LayerWeights":
         """Copy NumPy arrays to the GPU. Raises UnavailableError if there is none."""

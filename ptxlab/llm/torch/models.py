@@ -76,13 +76,8 @@ def quantize_model(
         steps = find_recipe(recipe) if isinstance(recipe, str) else recipe
         recipe = _quantize_by_recipe(float_model(model), steps, tokens, layout, dtype, progress)
     _check_same(config, recipe, dtype)
-    _replace_modules(model, recipe, _repack_layer if is_packed else lambda weights: weights)
+    _replace_modules(model, recipe, repack=is_packed)
     return model
-
-
-def _repack_layer(weights: LayerWeights) -> LayerWeights:
-    """Repack a layer for a kernel that runs on this GPU, unless one takes it as it is."""
-    return weights.in_layout(layout_here(weights.o.scheme, now=weights.o.layout))
 
 
 def float_model(model: PreTrainedModel) -> FloatModel:
@@ -180,13 +175,11 @@ def _check_same(config: Config, quantized: QuantizedModel, dtype: str) -> None:
         raise ArgumentError("recipe", f"must be of a model of {dtype}", quantized.layers[0].dtype)
 
 
-def _replace_modules(
-    model: PreTrainedModel, quantized: QuantizedModel, prepare: Callable[[LayerWeights], LayerWeights]
-) -> None:
-    """Put the quantised parts, each layer as `prepare` returns it, into the place of the model's own."""
+def _replace_modules(model: PreTrainedModel, quantized: QuantizedModel, *, repack: bool) -> None:
+    """Put the quantised parts into the place of the model's own, with `repack` as kernels here take them."""
     config, decoder, device, dtype = quantized.config, model.model, model.device, model.dtype
     for index, (layer, packed_layer) in enumerate(zip(decoder.layers, quantized.layers, strict=True)):
-        weights = prepare(packed_layer)
+        weights = packed_layer.in_layout_here() if repack else packed_layer
         layer.input_layernorm = QuantizingNorm(weights.input_norm, config.eps, dtype).to(device)
         layer.self_attn = KV4Attention(model.config, index, weights, config, dtype).to(device)
         norm, ffn = (RoutingNorm, W4A8Experts) if config.experts else (QuantizingNorm, W4A8FFN)

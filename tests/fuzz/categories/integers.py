@@ -67,7 +67,7 @@ def _long_sums(program: Program) -> None:
         if operation == "mad" and (not i or program.chance(0.7)):
             half = program.pick("lo", "hi")
             line = f"mad{with_carry}.{half}{carries}.{t} {target}, {operand()}, {operand()}, {operand()};"
-            lines.append(line.replace(".hi", ".lo") if program.repeats_factors(line) else line)
+            lines.append(line if program.note_factors(line) else line.replace(".hi", ".lo"))
         else:
             name = "add" if operation == "mad" else operation
             lines.append(f"{name}{with_carry}{carries}.{t} {target}, {operand()}, {operand()};")
